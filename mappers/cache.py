@@ -1,0 +1,88 @@
+"""`KVCache`, the one value that `mappers` takes and gives, and `KVGeometry`, the shape of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class MapperError(ValueError):
+    """Base of what `mappers` raises: the message names the value and what is allowed."""
+
+
+class GeometryMismatch(MapperError):
+    """A cache or a model has another shape than the one asked for."""
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """The shape of a model's KV cache: every layer holds `num_kv_heads` keys and values of `head_dim` a token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's keys (or values) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one sequence, a tensor a layer, `(num_kv_heads, num_tokens, head_dim)` each.
+
+    Keys are post-RoPE; token i of the cache stands at position `start + i`.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(self.keys) != len(self.values):
+            raise GeometryMismatch(f"{len(self.keys)} key layers and {len(self.values)} value layers; need as many, >= 1")
+        shape = self.keys[0].shape
+        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            if key.shape != shape or value.shape != shape or len(shape) != 3:
+                raise GeometryMismatch(
+                    f"layer {layer}: keys {tuple(key.shape)}, values {tuple(value.shape)}; "
+                    f"every layer must be (num_kv_heads, num_tokens, head_dim) = {tuple(shape)}"
+                )
+
+    @property
+    def geometry(self) -> KVGeometry:
+        heads, _, dim = self.keys[0].shape
+        return KVGeometry(len(self.keys), heads, dim)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.start, self.start + self.num_tokens, device=self.keys[0].device)
+
+    def slice(self, begin: int, end: int) -> KVCache:
+        """Tokens `[begin, end)` of this cache, as views, at the positions they had."""
+        return KVCache(
+            tuple(k[:, begin:end] for k in self.keys), tuple(v[:, begin:end] for v in self.values), self.start + begin
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[KVCache]) -> KVCache:
+        """The parts joined; each must begin where the one before ends."""
+        for left, right in zip(parts, parts[1:], strict=False):
+            if right.start != left.start + left.num_tokens:
+                raise GeometryMismatch(
+                    f"a part that starts at {right.start} cannot follow one that ends at {left.start + left.num_tokens}"
+                )
+        layers = range(parts[0].geometry.num_layers)
+        return KVCache(
+            tuple(torch.cat([p.keys[i] for p in parts], dim=1) for i in layers),
+            tuple(torch.cat([p.values[i] for p in parts], dim=1) for i in layers),
+            parts[0].start,
+        )

@@ -1,0 +1,158 @@
+"""`WorkerClient`: a worker's calls as methods. Raises the errors of `workers.api.errors`, never httpx's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+import orjson
+
+from workers.api.errors import DeadlineExceeded, InvalidRequest, WorkerUnavailable, from_reply
+from workers.api.schemas import (
+    SECRET_HEADER,
+    CacheInfo,
+    ChatRequest,
+    LeaseRequest,
+    PrefillReply,
+    PrefillRequest,
+    Prompt,
+    Reply,
+    Ticket,
+    TokenizeReply,
+    TransferReply,
+    TransferRequest,
+    WorkerInfo,
+)
+
+R = TypeVar("R", bound=Reply)
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+class WorkerClient:
+    """Calls one worker. `timeout_s` on a call bounds the whole wait for its reply; on a stream, each gap in it."""
+
+    def __init__(self, url: str, secret: str, *, transport: httpx.AsyncBaseTransport | None = None):
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={SECRET_HEADER: secret},
+            transport=transport,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> WorkerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def info(self, *, timeout_s: float = 5.0) -> WorkerInfo:
+        return WorkerInfo.model_validate(await self._call("GET", "/v1/info", None, timeout_s))
+
+    async def ready(self, *, timeout_s: float = 2.0) -> bool:
+        try:
+            await self._call("GET", "/readyz", None, timeout_s)
+        except Exception:
+            return False
+        return True
+
+    async def prefill(self, request: PrefillRequest, *, timeout_s: float) -> PrefillReply:
+        return PrefillReply.model_validate(await self._call("POST", "/v1/prefix/prefill", request, timeout_s))
+
+    async def transfer(self, request: TransferRequest, *, timeout_s: float) -> TransferReply:
+        return TransferReply.model_validate(await self._call("POST", "/v1/cache/transfer", request, timeout_s))
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        return Ticket.model_validate(await self._call("POST", f"/v1/cache/{cache_id}/lease", request, timeout_s))
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        await self._call("DELETE", f"/v1/cache/{cache_id}/lease/{lease_id}", None, timeout_s)
+
+    async def cache(self, cache_id: str, *, timeout_s: float = 2.0) -> CacheInfo:
+        return CacheInfo.model_validate(await self._call("GET", f"/v1/cache/{cache_id}", None, timeout_s))
+
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
+        await self._call("DELETE", f"/v1/cache/{cache_id}", None, timeout_s)
+
+    async def tokenize(self, prompt: Prompt, *, timeout_s: float = 5.0) -> TokenizeReply:
+        return TokenizeReply.model_validate(await self._call("POST", "/v1/tokenize", prompt, timeout_s))
+
+    async def chat(self, request: ChatRequest, *, timeout_s: float) -> dict[str, Any]:
+        """The OpenAI chat completion, with `KVUsage` under `kv_transfer_params`."""
+        reply = await self._call("POST", "/v1/chat/completions", request, timeout_s)
+        if not isinstance(reply, dict):
+            raise WorkerUnavailable("worker answered with something that is not a chat completion")
+        return reply
+
+    async def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a streamed chat completion; `KVUsage` stands in the last one's `kv_transfer_params`.
+
+        An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
+        taken for a whole one. Closing the iterator hangs up, which stops the worker.
+        """
+        try:
+            async with self._http.stream(
+                "POST",
+                "/v1/chat/completions",
+                content=_body(request),
+                headers={"content-type": "application/json"},
+                timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
+            ) as reply:
+                if reply.status_code != 200:
+                    await reply.aread()
+                    raise from_reply(reply.status_code, _json(reply), reply.headers.get("retry-after"))
+                async for line in reply.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    if line == "data: [DONE]":
+                        return
+                    chunk = orjson.loads(line[6:])
+                    if "error" in chunk:
+                        raise from_reply(500, chunk)
+                    yield chunk
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
+        except httpx.HTTPError as error:
+            raise WorkerUnavailable(f"worker at {self.url} broke off: {error!r}") from error
+        raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
+
+    async def _call(self, method: str, path: str, request: Prompt | ChatRequest | Any, timeout_s: float) -> Any:
+        if timeout_s <= 0:
+            raise DeadlineExceeded(f"no time left to call {path}")
+        try:
+            reply = await self._http.request(
+                method,
+                path,
+                content=None if request is None else _body(request),
+                headers={"content-type": "application/json"},
+                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            )
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"worker at {self.url} did not answer {path} in {timeout_s:.3f} s") from error
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"{self.url}{path} is not a URL") from error
+        except httpx.HTTPError as error:
+            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
+        if reply.status_code >= 400:
+            raise from_reply(reply.status_code, _json(reply), reply.headers.get("retry-after"))
+        return _json(reply)
+
+
+def _body(request: Any) -> bytes:
+    return orjson.dumps(request.model_dump(exclude_none=True))
+
+
+def _json(reply: httpx.Response) -> Any:
+    try:
+        return orjson.loads(reply.content) if reply.content else None
+    except orjson.JSONDecodeError:
+        return None

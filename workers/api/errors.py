@@ -1,0 +1,106 @@
+"""What can go wrong between a worker and its callers.
+
+    KvrelayError
+    ├── InvalidRequest        400  a value that no retry mends
+    │   └── ContextLengthExceeded 400
+    ├── Unauthorized          401  the cluster secret is missing or wrong
+    ├── CacheUnusable         409  the cache exists no more, or may not serve this request
+    │   ├── CacheNotFound     404  never known here, expired, or evicted
+    │   ├── CacheStale        409  the worker restarted, or its blocks were written since
+    │   └── CacheMismatch     409  another tenant, model, layout, tokens or provenance
+    ├── BundleUnusable        409  no mapper for this pair, or one below the gate
+    ├── Overloaded            503  a queue or the pool is full; carries `retry_after_s`
+    ├── DeadlineExceeded      504
+    ├── TransferFailed        502  the source could not be read
+    └── WorkerUnavailable     503  no answer, or not an answer of this contract
+
+The same class is raised by the worker and, from its reply, by `WorkerClient`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KvrelayError(Exception):
+    """Base of the tree. `param` names the offending field, `code` is the stable machine-readable name."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The error object of the OpenAI API."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(KvrelayError):
+    status, type, code = 400, "invalid_request_error", "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(KvrelayError):
+    status, type, code = 401, "authentication_error", "invalid_secret"
+
+
+class CacheUnusable(KvrelayError):
+    status, type, code = 409, "cache_error", "cache_unusable"
+
+
+class CacheNotFound(CacheUnusable):
+    status, code = 404, "cache_not_found"
+
+
+class CacheStale(CacheUnusable):
+    code = "cache_stale"
+
+
+class CacheMismatch(CacheUnusable):
+    code = "cache_mismatch"
+
+
+class BundleUnusable(KvrelayError):
+    status, type, code = 409, "bundle_error", "no_bundle"
+
+
+class Overloaded(KvrelayError):
+    status, type, code = 503, "overloaded", "overloaded"
+
+
+class DeadlineExceeded(KvrelayError):
+    status, type, code = 504, "upstream_timeout", "deadline_exceeded"
+
+
+class TransferFailed(KvrelayError):
+    status, type, code = 502, "upstream_error", "transfer_failed"
+
+
+class WorkerUnavailable(KvrelayError):
+    status, type, code = 503, "upstream_error", "worker_unavailable"
+
+
+def _tree(base: type[KvrelayError]) -> list[type[KvrelayError]]:
+    return [base, *(leaf for child in base.__subclasses__() for leaf in _tree(child))]
+
+
+def from_reply(status: int, body: Any, retry_after: str | None = None) -> KvrelayError:
+    """The error that a worker's reply stands for: by its `code`; a reply without one is `WorkerUnavailable`."""
+    detail = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(detail, dict):
+        return WorkerUnavailable(f"worker answered {status} without an error object")
+    by_code = {cls.code: cls for cls in _tree(KvrelayError)}
+    cls = by_code.get(str(detail.get("code")), KvrelayError)
+    try:
+        retry_after_s = float(retry_after) if retry_after else None
+    except ValueError:
+        retry_after_s = None
+    return cls(str(detail.get("message", "")), param=detail.get("param"), retry_after_s=retry_after_s)

@@ -1,0 +1,326 @@
+"""The messages between gateway and workers, and between two workers.
+
+Requests refuse unknown fields by name; replies ignore them, so that a newer worker can talk to an older gateway.
+Digests and fingerprints are SHA-256 in lower-case hex, times in milliseconds (`_ms`) or seconds (`_s`), instants are
+Unix seconds (`_at`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+CacheId = Annotated[str, Field(pattern=r"^kvc-[0-9a-f]{32}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+TenantSalt = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
+Provenance = str  # "exact", or "mapped:<bundle id>"
+Path = Literal["exact", "mapped", "hybrid", "prefill"]
+
+DEFAULT_NATIVE_HEAD = 4
+DEFAULT_NATIVE_TAIL = 64
+DEFAULT_TTL_S = 300.0
+SECRET_HEADER = "x-kvrelay-secret"
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class FunctionCall(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One OpenAI chat message. Content parts other than text are refused."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Prompt(Request):
+    """What is to be read, in exactly one of three forms. `stable_messages` marks how many of the first messages are
+    the prefix that later requests share; the worker finds the token boundary."""
+
+    prefix: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    stable_messages: int | None = Field(default=None, ge=1)
+    token_ids: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one_form(self) -> Prompt:
+        given = [name for name in ("prefix", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of prefix, messages, token_ids; got {', '.join(given) or 'none'}")
+        if not getattr(self, given[0]):
+            raise ValueError(f"{given[0]} is empty")
+        if self.messages is None and (self.tools is not None or self.stable_messages is not None):
+            raise ValueError("tools and stable_messages go with messages")
+        if self.messages is not None and (self.stable_messages or 0) > len(self.messages):
+            raise ValueError(f"stable_messages is {self.stable_messages}, but there are {len(self.messages)} messages")
+        return self
+
+
+class PrefillRequest(Prompt):
+    target_model: str | None = None
+    tenant_salt: TenantSalt
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+    deadline_ms: float | None = Field(default=None, gt=0)
+
+
+class CacheReply(Reply):
+    """A cache that stands in the answering worker's pool. `num_tokens` counts all its tokens, `cached_tokens` those
+    that were already there when the call came."""
+
+    cache_id: CacheId
+    num_tokens: int
+    digest: Digest
+    epoch: str
+    expires_at: float
+    provenance: Provenance = "exact"
+
+
+class PrefillReply(CacheReply):
+    cached_tokens: int
+    prefill_ms: float
+
+
+class TransferRequest(Request):
+    """Map a cache of another worker into this one's pool.
+
+    Covered are the first `num_tokens` tokens of the source cache (all of them if absent): the first `native_head` read
+    natively by the target from the ticket's token ids, the rest mapped. The caller leaves out the native tail.
+    """
+
+    cache_id: CacheId
+    source_worker: str
+    source_model: str | None = None
+    target_model: str | None = None
+    mapper: str = "auto"
+    num_tokens: int | None = Field(default=None, ge=1)
+    native_head: int = Field(default=DEFAULT_NATIVE_HEAD, ge=0)
+    tenant_salt: TenantSalt
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+    deadline_ms: float = Field(gt=0)
+
+
+class TransferReply(CacheReply):
+    mapper: str
+    map_ms: float
+    copy_ms: float
+    total_ms: float
+    bytes: int
+
+
+class LeaseRequest(Request):
+    ttl_s: float = Field(gt=0, le=600)
+    tenant_salt: TenantSalt
+
+
+class KVLayout(Reply):
+    """How a pool's block is laid out: C-contiguous `[num_layers, 2 (key, value), block_tokens, num_kv_heads, head_dim]`
+    of `dtype`. Keys are post-RoPE at absolute positions that start at 0."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+
+    @property
+    def block_elements(self) -> int:
+        return self.num_layers * 2 * self.block_tokens * self.num_kv_heads * self.head_dim
+
+
+class PoolExport(Reply):
+    """How another process opens the pool: `kind` names the transport (`shm`: a file; `cuda_ipc`: a memory handle)."""
+
+    kind: str
+    address: dict[str, str | int]
+    num_blocks: int
+    epoch: str
+
+
+class Ticket(Reply):
+    """The right to read one cache for as long as its lease lasts."""
+
+    lease_id: str
+    cache_id: CacheId
+    pool: PoolExport
+    layout: KVLayout
+    blocks: list[int]
+    generations: list[int]
+    token_ids: list[int]
+    num_tokens: int
+    digest: Digest
+    model: str
+    fingerprint: Digest
+    provenance: Provenance
+    expires_at: float
+
+
+class CacheInfo(CacheReply):
+    model: str
+    created_at: float
+    num_leases: int
+    bytes: int
+
+
+class KVTransferParams(Request):
+    """Travels with an OpenAI request. `num_tokens` caps how much of the cache is used. With `store` false nothing that
+    this request computes stays in the pool."""
+
+    cache_id: CacheId | None = None
+    num_tokens: int | None = Field(default=None, ge=1)
+    require_exact: bool = False
+    store: bool = True
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+    agreement_probe: int = Field(default=0, ge=0, le=64)
+
+
+class StreamOptions(Request):
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """The worker's `/v1/chat/completions`. Fields of the OpenAI API that the engine lacks are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    stable_messages: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    kv_transfer_params: KVTransferParams | None = None
+    tenant_salt: TenantSalt
+    deadline_ms: float | None = Field(default=None, gt=0)
+    priority: int = Field(default=0, ge=-10, le=10)
+
+
+class CompletionRequest(BaseModel):
+    """The worker's `/v1/completions`: one prompt, as text or token ids."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    prompt: str | list[int]
+    max_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    kv_transfer_params: KVTransferParams | None = None
+    tenant_salt: TenantSalt
+    deadline_ms: float | None = Field(default=None, gt=0)
+    priority: int = Field(default=0, ge=-10, le=10)
+
+
+class KVUsage(Reply):
+    """What the engine did for one answer. Stands in the reply's (or the last chunk's) `kv_transfer_params`.
+
+    `cache_id` covers everything read and written, `num_tokens` of it. `cached_tokens` are exact prefix hits,
+    `mapped_tokens` came from a mapper, the rest of the prompt was read natively. With `agreement_probe` N, the worker
+    also read the prompt in full and reports on N teacher-forced tokens.
+    """
+
+    cache_id: CacheId | None = None
+    num_tokens: int = 0
+    digest: Digest | None = None
+    epoch: str
+    expires_at: float | None = None
+    provenance: Provenance = "exact"
+    path: Path
+    cached_tokens: int = 0
+    mapped_tokens: int = 0
+    stable_tokens: int | None = None
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    top1_agreement: float | None = None
+    full_prefill_ms: float | None = None
+
+
+class TokenizeReply(Reply):
+    token_ids: list[int]
+    num_tokens: int
+    stable_tokens: int | None = None
+
+
+class BundleInfo(Reply):
+    bundle_id: str
+    source_model: str
+    source_fingerprint: Digest
+    target_fingerprint: Digest
+    method: str
+    usable: bool
+    reason: str | None = None
+
+
+class Rates(Reply):
+    """Measured medians, in tokens per second; None until measured."""
+
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    map_tokens_per_s: float | None = None
+
+
+class WorkerInfo(Reply):
+    worker: str
+    model: str
+    fingerprint: Digest
+    engine: str
+    device: str
+    layout: KVLayout
+    epoch: str
+    max_model_len: int
+    transports: list[str]
+    bundles: list[BundleInfo]
+    pool_blocks: int
+    free_blocks: int
+    rates: Rates
+    pid: int
