@@ -44,7 +44,7 @@ class KVCache:
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
-            raise GeometryMismatch(f"{len(self.keys)} key layers and {len(self.values)} value layers; need as many, >= 1")
+            raise GeometryMismatch(f"{len(self.keys)} key and {len(self.values)} value layers; need as many, >= 1")
         shape = self.keys[0].shape
         for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             if key.shape != shape or value.shape != shape or len(shape) != 3:
