@@ -15,11 +15,10 @@ Knows nothing of mapping or of workers. Source of the idea: Minitron, https://ar
 from __future__ import annotations
 
 import copy
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,8 @@ class HealRecipe:
     kept: tuple[int, ...]
     adapted: tuple[int, ...]
     rank: int = 64
-    sequence: int = 512
-    batch: int = 2
+    sequence: int = 1024
+    batch: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     decay_share: float = 0.25
@@ -103,10 +102,10 @@ def distillation_loss(teacher: Any, sibling: Sibling, recipe: HealRecipe, tokens
     """(loss, KL in nats a token) of one batch of token ids (B, T)."""
     with torch.no_grad():
         hidden = teacher.model.embed_tokens(tokens)
-        rope = teacher.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+        rope = teacher.model.rotary_emb(hidden, torch.arange(tokens.shape[1], device=tokens.device)[None])
         theirs = run_layers(list(teacher.model.layers), hidden, rope)  # L x (B, T, C)
         their_final = teacher.model.norm(theirs[-1]).flatten(0, 1)  # (B*T, C)
-        scored = torch.randperm(len(their_final))[: int(len(their_final) * recipe.scored_share)]
+        scored = torch.randperm(len(their_final), device=tokens.device)[: int(len(their_final) * recipe.scored_share)]
         their_logprobs = F.log_softmax(teacher.lm_head(their_final[scored]), dim=-1)
         shared = theirs[recipe.num_shared - 1] if recipe.num_shared else hidden
     ours = run_layers(list(sibling.layers.values()), shared, rope)
@@ -115,8 +114,8 @@ def distillation_loss(teacher: Any, sibling: Sibling, recipe: HealRecipe, tokens
     kl = F.kl_div(our_logprobs, their_logprobs, log_target=True, reduction="batchmean")
     final = (our_final - their_final).square().mean() / their_final.var()
     between = list(zip(ours[:-1], recipe.kept[recipe.num_shared :], strict=False))
-    hidden_loss = sum((distance(state, theirs[layer]) for state, layer in between), torch.zeros(()))
-    loss = kl + recipe.final_weight * final + recipe.hidden_weight * hidden_loss / max(1, len(between))
+    hidden_loss = sum(distance(state, theirs[layer]) for state, layer in between) / max(1, len(between))
+    loss = kl + recipe.final_weight * final + recipe.hidden_weight * hidden_loss
     return loss, kl.detach()
 
 
@@ -144,7 +143,7 @@ class HealRun:
                 f"{len(windows)} documents of {self.recipe.sequence} tokens or more; "
                 f"a batch needs {self.recipe.batch}"
             )
-        sibling = Sibling(self.teacher.requires_grad_(False), self.recipe)
+        sibling = Sibling(self.teacher.requires_grad_(False), self.recipe).to(self.teacher.device)
         optimizer = torch.optim.AdamW(sibling.trainable, betas=(0.9, 0.99), weight_decay=0.0)
         step = self._resume(sibling, optimizer)
         stop = _StopFlag()
@@ -152,7 +151,7 @@ class HealRun:
         first, average = step, None
         while step < num_steps and not stop.raised:
             torch.manual_seed(self.recipe.seed + step)
-            batch = self._batch(windows, step)  # (B, T)
+            batch = self._batch(windows, step).to(self.teacher.device)  # (B, T)
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.learning_rate_at(step, num_steps)
             loss, kl = distillation_loss(self.teacher, sibling, self.recipe, batch)
@@ -216,19 +215,3 @@ class _StopFlag:
 
     def _raise(self, *_: object) -> None:
         self.raised = True
-
-
-def perplexity_nats(model: Any, documents: Sequence[Tensor], *, skip: int = 128) -> float:
-    """Mean negative log-likelihood in nats a token, over each document's tokens from `skip` on."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for document in documents:
-            hidden = model.model(input_ids=document.long()[None], use_cache=False).last_hidden_state[0]
-            logits = model.lm_head(hidden[skip - 1 : -1])
-            total += F.cross_entropy(logits, document[skip:].long(), reduction="sum").item()
-            count += len(document) - skip
-    return total / count if count else math.nan
-
-
-def describe(recipe: HealRecipe) -> str:
-    return ", ".join(f"{key} {value}" for key, value in asdict(recipe).items())

@@ -1,0 +1,53 @@
+"""`kvrelay heal`: train the adapters of the `smol` family's small sibling. Takes hours on two cores, minutes on a GPU.
+
+It can be stopped and started again; it goes on from its last checkpoint. The result is `adapters.safetensors` in the
+output folder; put it into `workers/families/smol/`, prepare again, and refit the bundle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from workers.families.smol import family
+from workers.families.sources import cache_folder
+
+KEPT = (*range(17), 18, 20, 22, 24, 26, 28, 29)
+ADAPTED = KEPT[17:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay heal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=600_000, help="tokens to train on (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=cache_folder() / "heal", help="checkpoints and the result")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(argv)
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mappers.data import documents
+    from workers.training.heal import HealRecipe, HealRun
+
+    smol = family()
+    smol.prepare(say)
+    recipe = HealRecipe(kept=KEPT, adapted=ADAPTED, rank=options.rank)
+    tokenizer = AutoTokenizer.from_pretrained(smol.target)
+    rendered = documents(smol.conversations(), "heal", tokenizer)
+    windows = (torch.tensor(ids[: recipe.sequence]) for ids in rendered if len(ids) >= recipe.sequence)
+    wanted = list(islice(windows, 1 + options.tokens // recipe.sequence))
+    say(f"{len(wanted)} windows of {recipe.sequence} tokens")
+    teacher = AutoModelForCausalLM.from_pretrained(smol.target, dtype=torch.float32).eval()
+    result = HealRun(teacher.to(options.device), recipe, options.out, say).train(wanted, options.tokens)
+    say(f"adapters are in {result}")
+    return 0
+
+
+def say(line: str) -> None:
+    print(time.strftime("%H:%M:%S"), line, flush=True)

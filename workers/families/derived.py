@@ -1,0 +1,63 @@
+"""Model folders that are computed on the user's machine.
+
+Their last bits differ with the processor, so their fingerprint is that of their recipe, not of their bytes; the digest
+of the bytes only tells whether the folder was changed since. Both stand in the folder's `kvrelay.json`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+RECORD = "kvrelay.json"
+
+
+def recipe_fingerprint(*parts: str) -> str:
+    """SHA-256 over what a derived model is made from: digests of its inputs, and the version of its recipe."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_made(folder: Path, fingerprint: str) -> bool:
+    """Whether `folder` holds the finished result of this very recipe."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(record.get("fingerprint") == fingerprint and (folder / "model.safetensors").exists())
+
+
+def make(folder: Path, fingerprint: str, build: Callable[[Path], None]) -> None:
+    """Let `build` fill an empty folder, then put it in `folder`'s place, whole or not at all. A second caller waits
+    for the first and finds the work done."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent / f".{folder.name}.lock"):
+        if is_made(folder, fingerprint):
+            return
+        scratch = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            build(scratch)
+            digest = file_digest(scratch / "model.safetensors")
+            (scratch / RECORD).write_text(json.dumps({"fingerprint": fingerprint, "output_digest": digest}))
+            if folder.exists():
+                shutil.rmtree(folder)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

