@@ -1,0 +1,99 @@
+"""What a cache's tokens are called: SHA-256 over token ids and the tenant's salt, the same in every process.
+
+    seed = H(domain, salt)
+    c_i  = H(c_{i-1}, number of tokens, tokens of chunk i)      chunks of CHAIN_TOKENS, the last may be shorter
+
+`token_digest` names the first n tokens of a sequence and is equal on two workers when tokens and salt are: its chunk
+length is fixed here and has nothing to do with any pool's block size. `block_chain` is the same chain over the full
+blocks of one pool; it keys that pool's own prefix index and never leaves the worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workers.api.errors import InvalidRequest
+from workers.api.schemas import KVLayout, Provenance
+
+CHAIN_TOKENS = 64
+_TOKENS_DOMAIN = b"kvrelay/tokens/1"
+_BLOCKS_DOMAIN = b"kvrelay/blocks/1"
+_KEY_DOMAIN = b"kvrelay/cache-key/1"
+
+
+@dataclass(frozen=True)
+class TokenChain:
+    """The digest of a sequence so far. `extend` gives that of a longer one and reads the new tokens only."""
+
+    head: bytes
+    pending: bytes = b""  # the tokens of the last, unfinished chunk, packed
+
+    @staticmethod
+    def start(salt: str) -> TokenChain:
+        return TokenChain(_hash(_TOKENS_DOMAIN, salt.encode()))
+
+    def extend(self, token_ids: Sequence[int]) -> TokenChain:
+        packed = self.pending + pack_tokens(token_ids)
+        full = len(packed) - len(packed) % (CHAIN_TOKENS * _TOKEN_BYTES)
+        return TokenChain(_chain(self.head, packed[:full], CHAIN_TOKENS)[-1], packed[full:])
+
+    @property
+    def hexdigest(self) -> str:
+        return _chain(self.head, self.pending, CHAIN_TOKENS)[-1].hex()
+
+
+def token_digest(token_ids: Sequence[int], salt: str) -> str:
+    """The digest of exactly these tokens under this tenant's salt, in hex."""
+    return TokenChain.start(salt).extend(token_ids).hexdigest
+
+
+def block_chain(token_ids: Sequence[int], salt: str, block_tokens: int) -> list[bytes]:
+    """One key for each full block of `block_tokens`; key i stands for all tokens up to the end of block i."""
+    packed = pack_tokens(token_ids)
+    full = len(packed) - len(packed) % (block_tokens * _TOKEN_BYTES)
+    return _chain(_hash(_BLOCKS_DOMAIN, salt.encode()), packed[:full], block_tokens)[1:]
+
+
+def cache_key(digest: str, fingerprint: str, layout: KVLayout, adapter: str, provenance: Provenance) -> str:
+    """What two caches must share to stand for each other: tokens and tenant, weights, layout, adapter, provenance."""
+    geometry = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens, layout.dtype)
+    fields = (digest, fingerprint, repr(geometry), adapter, provenance)
+    return _hash(_KEY_DOMAIN, *(field.encode() for field in fields)).hex()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as unsigned 32-bit integers, little-endian."""
+    try:
+        packed = array(_TYPECODE, token_ids)
+    except (OverflowError, TypeError) as error:
+        bad = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < 1 << 32), None)
+        raise InvalidRequest(f"token id {bad!r} is not an integer in 0..{(1 << 32) - 1}", param="token_ids") from error
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _chain(head: bytes, packed: bytes, chunk_tokens: int) -> list[bytes]:
+    """`head`, then the state after each chunk of `packed`."""
+    states, step = [head], chunk_tokens * _TOKEN_BYTES
+    for at in range(0, len(packed), step):
+        chunk = packed[at : at + step]
+        states.append(_hash(states[-1], chunk))
+    return states
+
+
+def _hash(*fields: bytes) -> bytes:
+    """SHA-256 over the fields, each led by its length, so that no two lists of fields read the same."""
+    state = hashlib.sha256()
+    for field in fields:
+        state.update(len(field).to_bytes(8, "little"))
+        state.update(field)
+    return state.digest()
+
+
+_TYPECODE = next(code for code in "IL" if array(code).itemsize == 4)
+_TOKEN_BYTES = 4
+_SWAP = array("H", [1]).tobytes() == b"\x00\x01"  # a big-endian machine

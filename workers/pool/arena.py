@@ -1,0 +1,180 @@
+"""`Arena`: the memory of a pool's blocks, and their generation counters.
+
+    data         [num_blocks, num_layers, 2 (key, value), block_tokens, num_kv_heads, head_dim]
+    generations  [num_blocks] int64
+
+A block's generation is even while its content stands and odd while it changes. It never goes back: whoever saw the same
+even number before and after a copy has copied one content. Writers are the pool's owner only, one at a time a block;
+`writing` marks the span of a write. A freed block stays odd from `open` until `clear` has zeroed it.
+
+The order of plain loads and stores between two processes is that of x86-64 (total store order). On a machine with a
+weaker one the lease, which keeps blocks from being freed at all while it lasts, is what protects a reader.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.api.errors import InvalidRequest
+from workers.api.schemas import KVLayout, PoolExport
+from workers.pool.blocks import block_bytes, block_shape, torch_dtype
+from workers.pool.segment import SHM, Generations, Header, Segment
+
+
+class Arena(ABC):
+    """Base: what every memory has in common. `kind` is the name of the transport that reads it."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, layout: KVLayout, data: Tensor, generations: Generations, epoch: str):
+        self.layout = layout
+        self.data = data  # (num_blocks, L, 2, block_tokens, H, D)
+        self.generations = generations
+        self.epoch = epoch
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.layout)
+
+    @contextmanager
+    def writing(self, blocks: Sequence[int]) -> Iterator[None]:
+        """Marks a write to these blocks; their generations are odd inside and two higher afterwards."""
+        self.open(blocks)
+        try:
+            yield
+        finally:
+            self.shut(blocks)
+
+    def open(self, blocks: Sequence[int]) -> None:
+        at = np.asarray(blocks, dtype=np.int64)
+        assert not (self.generations[at] & 1).any(), "a block has one writer at a time"
+        self.generations[at] += 1
+
+    def shut(self, blocks: Sequence[int]) -> None:
+        self.synchronize()
+        self.generations[np.asarray(blocks, dtype=np.int64)] += 1
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that are open, and shut them."""
+        for block in blocks:
+            self.data[block].zero_()
+        self.shut(blocks)
+
+    def generations_of(self, blocks: Sequence[int]) -> list[int]:
+        taken: list[int] = self.generations[np.asarray(blocks, dtype=np.int64)].tolist()
+        return taken
+
+    @abstractmethod
+    def export(self) -> PoolExport:
+        """How a reader opens this arena."""
+
+    def synchronize(self) -> None:  # noqa: B027 - memory of the host has nothing to wait for
+        """Wait until the writes issued so far are done."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back; readers see every block as being written. Idempotent."""
+
+
+_HEAP: WeakValueDictionary[str, Arena] = WeakValueDictionary()  # what /dev/shm is between processes, inside one
+
+
+class HeapArena(Arena):
+    """Plain memory of this process: the simplest arena, for one process and for tests."""
+
+    kind = "inproc"
+
+    def __init__(self, layout: KVLayout, num_blocks: int, epoch: str):
+        data = torch.zeros((num_blocks, *block_shape(layout)), dtype=torch_dtype(layout.dtype))
+        super().__init__(layout, data, np.zeros(num_blocks, np.int64), epoch)
+        _HEAP[epoch] = self
+
+    def export(self) -> PoolExport:
+        return PoolExport(kind=self.kind, address={}, num_blocks=self.num_blocks, epoch=self.epoch)
+
+    def close(self) -> None:
+        self.generations |= 1
+        _HEAP.pop(self.epoch, None)
+
+
+class ShmArena(Arena):
+    """A file under /dev/shm that other processes of the same user on the same host map read-only."""
+
+    kind = "shm"
+
+    def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
+        self._segment = Segment.create(worker, Header(num_blocks, block_bytes(layout), epoch), directory)
+        data = segment_data(self._segment, layout)
+        super().__init__(layout, data, self._segment.generations, epoch)
+
+    def export(self) -> PoolExport:
+        address: dict[str, str | int] = {"name": self._segment.name, "host": host_id()}
+        return PoolExport(kind=self.kind, address=address, num_blocks=self.num_blocks, epoch=self.epoch)
+
+    def close(self) -> None:
+        self._segment.close()
+
+
+def segment_data(segment: Segment, layout: KVLayout) -> Tensor:
+    """The blocks of a mapped file as a tensor; the mapping lives as long as the tensor."""
+    header = segment.header
+    flat = torch.frombuffer(
+        segment.memory, dtype=torch_dtype(layout.dtype), offset=header.data_offset,
+        count=header.num_blocks * layout.block_elements,
+    )  # fmt: skip
+    return flat.view(header.num_blocks, *block_shape(layout))
+
+
+def heap_arena(epoch: str) -> Arena | None:
+    """The open `HeapArena` of that epoch in this process."""
+    return _HEAP.get(epoch)
+
+
+def host_id() -> str:
+    """The running kernel's id: two processes with the same one may share memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def new_epoch() -> str:
+    return secrets.token_hex(16)
+
+
+def num_blocks_in(budget_bytes: int, layout: KVLayout) -> int:
+    """How many blocks a byte budget pays for."""
+    num_blocks = budget_bytes // block_bytes(layout)
+    if num_blocks < 1:
+        raise InvalidRequest(
+            f"a pool of {budget_bytes} bytes holds no block; one block of this layout takes {block_bytes(layout)}",
+            param="pool_bytes",
+        )
+    return num_blocks
+
+
+def create_arena(
+    kind: str, layout: KVLayout, budget_bytes: int, *, worker: str, epoch: str, directory: Path = SHM
+) -> Arena:
+    """A new arena of the kind named: `shm`, `cuda_ipc` or `inproc`."""
+    num_blocks = num_blocks_in(budget_bytes, layout)
+    if kind == HeapArena.kind:
+        return HeapArena(layout, num_blocks, epoch)
+    if kind == ShmArena.kind:
+        return ShmArena(layout, num_blocks, epoch, worker, directory)
+    if kind == "cuda_ipc":
+        from workers.pool.cuda import CudaArena  # loads the CUDA runtime
+
+        return CudaArena(layout, num_blocks, epoch, worker, directory)
+    raise InvalidRequest(f"unknown pool kind {kind!r}; known: inproc, shm, cuda_ipc", param="pool")

@@ -1,0 +1,138 @@
+"""Copies between a pool's blocks and contiguous per-layer tensors. Pure functions over tensors, on any device.
+
+    tokens      begin ........................... end
+    blocks      |  first, cut  | whole blocks | last, cut  |
+
+Whole blocks move by slice where they stand in a row and by index where they don't; the cut ends move by slice. Work is
+per layer, never per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mappers.cache import KVCache
+from workers.api.errors import InvalidRequest, KvrelayError
+from workers.api.schemas import KVLayout
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KEY, VALUE = 0, 1
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise InvalidRequest(f"unknown KV dtype {name!r}; known: {', '.join(_DTYPES)}", param="dtype")
+    return _DTYPES[name]
+
+
+def block_bytes(layout: KVLayout) -> int:
+    return layout.block_elements * torch_dtype(layout.dtype).itemsize
+
+
+def blocks_for(num_tokens: int, block_tokens: int) -> int:
+    return -(-num_tokens // block_tokens)
+
+
+def block_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
+    return (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+
+
+def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | str = "cpu") -> KVCache:
+    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype; its layers are views of one allocation."""
+    shape = (layout.num_layers, 2, layout.num_kv_heads, end - begin, layout.head_dim)
+    stack = torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)  # (L, 2, H, T, D)
+    return KVCache(tuple(stack[:, KEY].unbind()), tuple(stack[:, VALUE].unbind()), begin)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `[low, high)` of every block in `blocks`; they are tokens `[at, at + len(blocks) * (high - low))` of the
+    range that is copied."""
+
+    blocks: tuple[int, ...]
+    low: int
+    high: int
+    at: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.blocks) * (self.high - self.low)
+
+
+def pieces(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[Piece]:
+    """The range `[begin, end)` of a sequence that lies in `blocks`, cut where whole blocks begin and end."""
+    if not 0 <= begin <= end <= len(blocks) * block_tokens:
+        raise InvalidRequest(f"tokens [{begin}, {end}) do not lie in {len(blocks)} blocks of {block_tokens}")
+    at = begin
+    while at < end:
+        first, low = divmod(at, block_tokens)
+        whole = 0 if low else (end - at) // block_tokens
+        high = block_tokens if whole else min(block_tokens, low + end - at)
+        yield (piece := Piece(tuple(blocks[first : first + max(whole, 1)]), low, high, at - begin))
+        at += piece.num_tokens
+
+
+def copy_out(data: Tensor, blocks: Sequence[int], out: KVCache) -> None:
+    """Fill `out` with tokens `[out.start, out.start + out.num_tokens)` of the sequence in `blocks` of `data`."""
+    for piece in pieces(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
+        for layer, (keys, values) in enumerate(zip(out.keys, out.values, strict=True)):
+            _window(keys, piece).copy_(_take(data[:, layer, KEY], piece))
+            _window(values, piece).copy_(_take(data[:, layer, VALUE], piece))
+
+
+def copy_in(data: Tensor, blocks: Sequence[int], source: KVCache) -> None:
+    """Write `source` into the sequence in `blocks` of `data`, at the positions it has. Casts to the pool's dtype."""
+    for layer, (keys, values) in enumerate(zip(source.keys, source.values, strict=True)):
+        copy_layer_in(data, blocks, source.start, layer, keys, values)
+
+
+def copy_layer_in(
+    data: Tensor, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor
+) -> None:
+    """Write one layer's keys and values, `(H, T, D)` each, as tokens `[begin, begin + T)`."""
+    for piece in pieces(blocks, begin, begin + keys.shape[1], data.shape[3]):
+        _give(data[:, layer, KEY], piece, _window(keys, piece))
+        _give(data[:, layer, VALUE], piece, _window(values, piece))
+
+
+def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayError]) -> None:
+    """Raise `error` for the first block id that the pool does not have."""
+    for block in blocks:
+        if not 0 <= block < num_blocks:
+            raise error(f"block {block} does not exist; this pool has blocks 0..{num_blocks - 1}", param="blocks")
+
+
+def _window(layer: Tensor, piece: Piece) -> Tensor:
+    """The piece's place in a contiguous layer `(H, T, D)`, as a view `(H, blocks, tokens, D)`."""
+    heads, _, dim = layer.shape
+    window = layer[:, piece.at : piece.at + piece.num_tokens]
+    return window.view(heads, len(piece.blocks), piece.high - piece.low, dim)
+
+
+def _take(store: Tensor, piece: Piece) -> Tensor:
+    """The piece out of one layer's blocks `(num_blocks, block_tokens, H, D)`, as `(H, blocks, tokens, D)`."""
+    span = _span(piece.blocks)
+    rows = store[span] if span else store.index_select(0, _index(piece, store))
+    return rows[:, piece.low : piece.high].permute(2, 0, 1, 3)
+
+
+def _give(store: Tensor, piece: Piece, window: Tensor) -> None:
+    rows, span = window.permute(1, 2, 0, 3), _span(piece.blocks)  # (blocks, tokens, H, D)
+    if span:
+        store[span, piece.low : piece.high].copy_(rows)
+    else:
+        store.index_copy_(0, _index(piece, store), rows.to(store.dtype))
+
+
+def _span(blocks: tuple[int, ...]) -> slice | None:
+    """The blocks as a slice, if they stand in a row."""
+    first, count = blocks[0], len(blocks)
+    return slice(first, first + count) if blocks == tuple(range(first, first + count)) else None
+
+
+def _index(piece: Piece, store: Tensor) -> Tensor:
+    return torch.tensor(piece.blocks, dtype=torch.int64, device=store.device)

@@ -1,0 +1,146 @@
+"""`CudaArena`: blocks in a GPU's memory that another process opens by a CUDA IPC handle.
+
+The blocks are an allocation of their own (`cudaMalloc` through the CUDA runtime): a handle stands for a whole
+allocation, and one of a piece of PyTorch's caching allocator would share its neighbours. Generations stay in a host
+file (`Segment` without blocks), where owner and readers see them without a kernel launch, and whose lock tells readers
+that the owner lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workers.api.errors import KvrelayError
+from workers.api.schemas import KVLayout, PoolExport
+from workers.pool.arena import Arena, host_id
+from workers.pool.blocks import block_bytes, block_shape, torch_dtype
+from workers.pool.segment import SHM, Header, Segment
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class CudaError(KvrelayError):
+    """A call of the CUDA runtime failed."""
+
+    code = "cuda_error"
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_: ClassVar = [("reserved", ctypes.c_ubyte * _HANDLE_BYTES)]
+
+
+class CudaRuntime:
+    """The few calls of `libcudart` that PyTorch does not offer. Device addresses are plain integers."""
+
+    def __init__(self) -> None:
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            raise CudaError("this PyTorch sees no CUDA device; use a pool of kind shm")
+        torch.cuda.init()
+        self._lib = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        self._lib.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def malloc(self, num_bytes: int) -> int:
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return _address(pointer)
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", ctypes.c_void_p(address))
+
+    def ipc_handle(self, address: int) -> bytes:
+        handle = _IpcHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle.reserved)
+
+    def ipc_open(self, handle: bytes) -> int:
+        pointer, taken = ctypes.c_void_p(), _IpcHandle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), taken, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return _address(pointer)
+
+    def ipc_close(self, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def pci_bus_id(self, device: int) -> str:
+        name = ctypes.create_string_buffer(32)
+        self._call("cudaDeviceGetPCIBusId", name, ctypes.c_int(len(name)), ctypes.c_int(device))
+        return name.value.decode()
+
+    def device_at(self, pci_bus_id: str) -> int:
+        """This process's number for a GPU; the numbers of two processes differ with CUDA_VISIBLE_DEVICES."""
+        device = ctypes.c_int()
+        self._call("cudaDeviceGetByPCIBusId", ctypes.byref(device), ctypes.c_char_p(pci_bus_id.encode()))
+        return device.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._lib, name)(*arguments)
+        if status:
+            self._lib.cudaGetLastError()  # or the next, innocent call would report this one's failure
+            raise CudaError(f"{name} failed: {self._lib.cudaGetErrorString(status).decode()} ({status})")
+
+
+class _DeviceMemory:
+    """Device memory in the form that PyTorch wraps without a copy."""
+
+    def __init__(self, address: int, num_bytes: int):
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def device_tensor(address: int, num_blocks: int, layout: KVLayout, device: int) -> Tensor:
+    """The blocks at `address` as a tensor. Whoever owns the memory keeps it until the tensor is gone."""
+    raw = torch.as_tensor(_DeviceMemory(address, num_blocks * block_bytes(layout)), device=f"cuda:{device}")
+    return raw.view(torch_dtype(layout.dtype)).view(num_blocks, *block_shape(layout))
+
+
+class CudaArena(Arena):
+    """Blocks on the current CUDA device."""
+
+    kind = "cuda_ipc"
+
+    def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
+        self._runtime = CudaRuntime()
+        self._device = torch.cuda.current_device()
+        self._segment = Segment.create(worker, Header(num_blocks, 0, epoch), directory)
+        try:
+            self._address: int | None = self._runtime.malloc(num_blocks * block_bytes(layout))
+        except BaseException:
+            self._segment.close()
+            raise
+        data = device_tensor(self._address, num_blocks, layout, self._device)
+        super().__init__(layout, data, self._segment.generations, epoch)
+        data.zero_()
+        self.synchronize()
+
+    def export(self) -> PoolExport:
+        assert self._address is not None, "a closed pool gives no tickets"
+        address: dict[str, str | int] = {
+            "name": self._segment.name,
+            "host": host_id(),
+            "handle": self._runtime.ipc_handle(self._address).hex(),
+            "gpu": self._runtime.pci_bus_id(self._device),
+        }
+        return PoolExport(kind=self.kind, address=address, num_blocks=self.num_blocks, epoch=self.epoch)
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        if self._address is None:
+            return
+        torch.cuda.synchronize(self._device)
+        self._segment.close()
+        self.data = self.data.new_empty(0)
+        self._runtime.free(self._address)
+        self._address = None
+
+
+def _address(pointer: ctypes.c_void_p) -> int:
+    assert pointer.value is not None, "the runtime succeeded, so there is an address"
+    return pointer.value

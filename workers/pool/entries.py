@@ -1,0 +1,137 @@
+"""What the pool keeps and gives: `CacheEntry` (a cache), `Hold` (blocks in use by a request), `Lease` (blocks in use by
+another worker)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from workers.api.schemas import Provenance
+
+EXACT: Provenance = "exact"
+
+
+def new_cache_id() -> str:
+    return f"kvc-{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `[begin, end)`."""
+
+    begin: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A finished cache. Its blocks are never written again; the last one may be partly filled.
+
+    Tokens inside `mapped` came from a mapper; those after it were read natively over mapped ones. Either makes the
+    whole cache `mapped:<bundle id>`.
+    """
+
+    cache_id: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    blocks: tuple[int, ...] = field(repr=False)
+    digest: str
+    tenant_salt: str = field(repr=False)
+    created_at: float
+    expires_at: float
+    provenance: Provenance = EXACT
+    mapped: Span | None = None
+    adapter: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.provenance == EXACT
+
+    @property
+    def num_mapped_tokens(self) -> int:
+        return self.mapped.num_tokens if self.mapped else 0
+
+    @property
+    def num_exact_tokens(self) -> int:
+        """How many of the first tokens are what the model itself would have computed."""
+        return self.mapped.begin if self.mapped else self.num_tokens
+
+    def common_prefix(self, token_ids: Sequence[int]) -> int:
+        """How many first tokens this cache and `token_ids` share: as much of it as that request may use."""
+        limit = min(len(token_ids), self.num_tokens)
+        if tuple(token_ids[:limit]) == self.token_ids[:limit]:
+            return limit
+        return next(i for i in range(limit) if token_ids[i] != self.token_ids[i])
+
+
+class Hold:
+    """Blocks that stay as they are until `release`. `num_tokens` of their sequence are filled; `entry` is the cache
+    that they belong to, if any. A context manager; releasing twice is harmless."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        num_tokens: int,
+        give_back: Callable[[Sequence[int]], None],
+        entry: CacheEntry | None = None,
+    ):
+        self.blocks = tuple(blocks)
+        self.num_tokens = num_tokens
+        self.entry = entry
+        self._give_back: Callable[[Sequence[int]], None] | None = give_back
+
+    def release(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(self.blocks)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Another worker's right to read a cache. Its blocks stay until `expires_at`, even if the cache is dropped."""
+
+    lease_id: str
+    entry: CacheEntry
+    generations: tuple[int, ...] = field(repr=False)
+    expires_at: float
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Counts at one moment. `free_blocks` counts those still being cleared; `num_evictions` is since the start."""
+
+    num_blocks: int
+    free_blocks: int
+    block_bytes: int
+    num_caches: int
+    num_leases: int
+    num_evictions: int
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - self.free_blocks
+
+    @property
+    def used_bytes(self) -> int:
+        return self.used_blocks * self.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes

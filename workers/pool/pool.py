@@ -1,0 +1,378 @@
+"""`Pool`: the one owner of a worker's blocks and of the caches in them.
+
+    pool = Pool(create_arena("shm", layout, budget_bytes, worker="small-0", epoch=new_epoch()))
+    with pool.match_prefix(ids, salt) as prefix, pool.allocate(3) as fresh:      # blocks in use by this request
+        pool.scatter(fresh.blocks, kv)                                           # written here, then never again
+        entry = pool.put(prefix.blocks + fresh.blocks, ids, salt, ttl_s=300)     # a cache, found by id or by prefix
+    lease = pool.lease(entry.cache_id, salt, ttl_s=10)                           # another worker reads it
+
+A block stands as long as somebody uses it: each cache, hold and lease counts as one user. When the last goes, the
+block's generation turns odd at once, so that no late reader takes it for what it was, and a thread zeroes it.
+
+Safe from any thread: one lock guards the tables and is held for table work only. Copies (`gather`, `scatter`) and
+clearing run outside it, on blocks that the caller holds; run them off the event loop. Tenants, tokens and provenance
+are checked here; the memory is the arena's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from mappers.cache import KVCache
+from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded
+from workers.api.schemas import KVLayout, PoolExport, Provenance
+from workers.digest import block_chain, token_digest
+from workers.pool.arena import Arena
+from workers.pool.blocks import blocks_for, check_blocks, copy_in, copy_layer_in, copy_out, empty_cache
+from workers.pool.entries import EXACT, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
+from workers.pool.evict import choose_victims
+from workers.pool.index import PrefixIndex
+from workers.pool.ledger import BlockLedger
+
+MAX_LEASES = 1024
+_CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for them hardly notices
+
+
+class PoolFull(Overloaded):
+    """No block can be freed now: everything is in use by requests or leases."""
+
+    code = "pool_full"
+
+
+class Pool:
+    def __init__(self, arena: Arena, *, clock: Callable[[], float] = time.time, max_leases: int = MAX_LEASES):
+        self.arena = arena
+        self._clock = clock
+        self._max_leases = max_leases
+        self._ledger = BlockLedger(arena.num_blocks)
+        self._index = PrefixIndex()
+        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # least recently used first
+        self._leases: dict[str, Lease] = {}
+        self._num_evictions = 0
+        self._changed = threading.Condition(threading.RLock())
+        self._closed = False
+        self._clearer = threading.Thread(target=self._clear_for_ever, name="kvrelay-pool-clear", daemon=True)
+        self._clearer.start()
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.arena.layout
+
+    @property
+    def epoch(self) -> str:
+        return self.arena.epoch
+
+    def export(self) -> PoolExport:
+        return self.arena.export()
+
+    def close(self) -> None:
+        """Give the memory back; whoever reads the pool finds every block stale. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._clearer.join()
+        self.arena.close()
+
+    @property
+    def stats(self) -> PoolStats:
+        with self._changed:
+            return PoolStats(
+                num_blocks=self.arena.num_blocks,
+                free_blocks=self._ledger.num_free,
+                block_bytes=self.arena.block_bytes,
+                num_caches=len(self._entries),
+                num_leases=len(self._leases),
+                num_evictions=self._num_evictions,
+            )
+
+    # -- blocks for a request ---------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> Hold:
+        """Zeroed blocks, evicting least recently used caches if need be. `PoolFull` if that does not free enough;
+        then nothing is evicted."""
+        if not 0 <= num_blocks <= self.arena.num_blocks:
+            raise InvalidRequest(f"{num_blocks} blocks asked for; this pool has {self.arena.num_blocks}")
+        with self._changed:
+            self._expire(self._clock())
+            self._make_room(num_blocks)
+            blocks, dirty = self._ledger.take(num_blocks)
+        self.arena.clear(dirty)
+        return Hold(blocks, 0, self._drop_users)
+
+    def match_prefix(self, token_ids: Sequence[int], salt: str, adapter: str = "") -> Hold:
+        """The longest exact prefix of `token_ids` that this tenant's caches hold, in whole blocks; empty if none."""
+        keys = block_chain(token_ids, _index_salt(salt, adapter), self.layout.block_tokens)
+        with self._changed:
+            blocks = self._index.match(keys)
+            self._ledger.share(blocks)
+        return Hold(blocks, len(blocks) * self.layout.block_tokens, self._drop_users)
+
+    def hold(self, cache_id: str, salt: str, *, require_exact: bool = False) -> Hold:
+        """A cache's blocks, for as long as a request uses them. Errors as `get`."""
+        with self._changed:
+            entry = self.get(cache_id, salt, require_exact=require_exact)
+            self._ledger.share(entry.blocks)
+        return Hold(entry.blocks, entry.num_tokens, self._drop_users, entry)
+
+    # -- caches -----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        blocks: Sequence[int],
+        token_ids: Sequence[int],
+        salt: str,
+        *,
+        ttl_s: float,
+        provenance: Provenance = EXACT,
+        mapped: Span | None = None,
+        adapter: str = "",
+    ) -> CacheEntry:
+        """Make a cache of blocks that the caller holds and has finished writing. `mapped` goes with a provenance other
+        than exact. The cache is a user of its own: the caller still releases its hold."""
+        self._check_put(blocks, token_ids, provenance, mapped)
+        digest = token_digest(token_ids, salt)
+        keys = block_chain(token_ids, _index_salt(salt, adapter), self.layout.block_tokens)
+        now = self._clock()
+        entry = CacheEntry(
+            cache_id=new_cache_id(),
+            token_ids=tuple(token_ids),
+            blocks=tuple(blocks),
+            digest=digest,
+            tenant_salt=salt,
+            created_at=now,
+            expires_at=now + ttl_s,
+            provenance=provenance,
+            mapped=mapped,
+            adapter=adapter,
+        )
+        with self._changed:
+            self._ledger.share(entry.blocks)
+            self._entries[entry.cache_id] = entry
+            if entry.is_exact:
+                self._index.add(keys, entry.blocks)
+        return entry
+
+    def store(
+        self,
+        token_ids: Sequence[int],
+        kv: KVCache,
+        salt: str,
+        *,
+        ttl_s: float,
+        prefix: Hold | None = None,
+        adapter: str = "",
+    ) -> CacheEntry:
+        """A new cache of all `token_ids`: the first `kv.start` tokens from `prefix`, the others from `kv`.
+
+        Whole blocks of `prefix` are shared, one that is cut is copied. On top of a cache that is not exact the result
+        has that cache's provenance, whatever was computed since.
+        """
+        base = prefix.entry if prefix is not None else None
+        shared, cut = divmod(kv.start, self.layout.block_tokens)
+        self._check_store(token_ids, kv, salt, prefix)
+        with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared) as fresh:
+            blocks = (prefix.blocks[:shared] if prefix else ()) + fresh.blocks
+            if prefix is not None and cut:
+                self.scatter(blocks, self.gather(prefix.blocks, shared * self.layout.block_tokens, kv.start))
+            self.scatter(blocks, kv)
+            return self.put(
+                blocks,
+                token_ids,
+                salt,
+                ttl_s=ttl_s,
+                provenance=base.provenance if base else EXACT,
+                mapped=_mapped_below(base.mapped, kv.start) if base and base.mapped else None,
+                adapter=adapter,
+            )
+
+    def get(self, cache_id: str, salt: str, *, require_exact: bool = False) -> CacheEntry:
+        """The cache, now the most recently used. `CacheNotFound`: never here, expired or evicted. `CacheMismatch`:
+        another tenant's, or not exact where that is required."""
+        with self._changed:
+            self._expire(self._clock())
+            entry = self._entries.get(cache_id)
+            if entry is None:
+                raise CacheNotFound(f"no cache {cache_id} in epoch {self.epoch}", param="cache_id")
+            _check_use(entry, salt, require_exact)
+            self._entries.move_to_end(cache_id)
+            return entry
+
+    def drop(self, cache_id: str, salt: str) -> None:
+        """Forget a cache. Its blocks come free when nobody else uses them."""
+        with self._changed:
+            self._forget(self.get(cache_id, salt))
+
+    # -- leases -----------------------------------------------------------------------------------------------------
+
+    def lease(self, cache_id: str, salt: str, *, ttl_s: float) -> Lease:
+        """Pin a cache for another worker's reading. Errors as `get`; `Overloaded` when too many leases are out."""
+        with self._changed:
+            entry = self.get(cache_id, salt)
+            if len(self._leases) >= self._max_leases:
+                raise Overloaded(f"{self._max_leases} leases are out, which is the most", retry_after_s=1.0)
+            self._ledger.share(entry.blocks)
+            generations = tuple(self.arena.generations_of(entry.blocks))
+            lease = Lease(f"lease-{secrets.token_hex(16)}", entry, generations, self._clock() + ttl_s)
+            self._leases[lease.lease_id] = lease
+            return lease
+
+    def release(self, cache_id: str, lease_id: str) -> None:
+        """End a lease. One that has ended already, by expiry say, is no error."""
+        with self._changed:
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.entry.cache_id == cache_id:
+                self._end_lease(lease)
+
+    def num_leases(self, cache_id: str) -> int:
+        with self._changed:
+            return sum(lease.entry.cache_id == cache_id for lease in self._leases.values())
+
+    def sweep(self, now: float | None = None) -> None:
+        """End what has expired by `now`. To be called every second or so; `allocate` and `get` do it too."""
+        with self._changed:
+            self._expire(self._clock() if now is None else now)
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def gather(self, blocks: Sequence[int], begin: int, end: int, out: KVCache | None = None) -> KVCache:
+        """Tokens `[begin, end)` of the sequence in `blocks`, as contiguous layers `(H, T, D)`.
+
+        With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled; they may be views
+        and of another dtype.
+        """
+        check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
+        out = empty_cache(self.layout, begin, end, self.arena.data.device) if out is None else out
+        if (out.start, out.num_tokens) != (begin, end - begin):
+            raise InvalidRequest(f"out holds {out.num_tokens} tokens from {out.start}; asked for [{begin}, {end})")
+        copy_out(self.arena.data, blocks, out)
+        return out
+
+    def scatter(self, blocks: Sequence[int], source: KVCache) -> None:
+        """Write `source` into the sequence in `blocks`, at its own positions, which need not be block-aligned."""
+        with self.writing(blocks, source.start, source.start + source.num_tokens):
+            copy_in(self.arena.data, blocks, source)
+
+    @contextmanager
+    def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Callable[[int, Tensor, Tensor], None]]:
+        """Marks a write of tokens `[begin, end)`; yields `write(layer, keys, values)`, `(H, end - begin, D)` each."""
+        check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
+        touched = blocks[begin // self.layout.block_tokens : blocks_for(end, self.layout.block_tokens)]
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> None:
+            copy_layer_in(self.arena.data, blocks, begin, layer, keys, values)
+
+        with self.arena.writing(touched):
+            yield write
+
+    # -- inside, with the lock held ---------------------------------------------------------------------------------
+
+    def _make_room(self, num_blocks: int) -> None:
+        while self._ledger.num_ready < num_blocks:
+            if self._ledger.num_clearing:
+                self._changed.wait()
+                continue
+            victims = choose_victims(
+                self._entries.values(), self._ledger.users, num_blocks - self._ledger.num_ready
+            )
+            if victims is None:
+                raise self._full(num_blocks)
+            for entry in victims:
+                self._forget(entry)
+            self._num_evictions += len(victims)
+
+    def _full(self, num_blocks: int) -> PoolFull:
+        now = self._clock()
+        waits = [lease.expires_at - now for lease in self._leases.values()]
+        return PoolFull(
+            f"{num_blocks} blocks asked for; {self._ledger.num_free} of {self.arena.num_blocks} are free and the "
+            f"others are in use by requests and {len(self._leases)} leases",
+            retry_after_s=min(max(min(waits, default=1.0), 0.1), 5.0),
+        )
+
+    def _expire(self, now: float) -> None:
+        for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
+            self._end_lease(lease)
+        for entry in [entry for entry in self._entries.values() if entry.expires_at <= now]:
+            self._forget(entry)
+
+    def _end_lease(self, lease: Lease) -> None:
+        del self._leases[lease.lease_id]
+        self._drop_users(lease.entry.blocks)
+
+    def _forget(self, entry: CacheEntry) -> None:
+        del self._entries[entry.cache_id]
+        self._drop_users(entry.blocks)
+
+    def _drop_users(self, blocks: Sequence[int]) -> None:
+        with self._changed:
+            freed = self._ledger.drop(blocks)
+            self._index.forget(freed)
+            self.arena.open(freed)
+            self._changed.notify_all()
+
+    # -- clearing ---------------------------------------------------------------------------------------------------
+
+    def _clear_for_ever(self) -> None:
+        while batch := self._next_batch():
+            self.arena.clear(batch)
+            with self._changed:
+                self._ledger.cleaned(batch)
+                self._changed.notify_all()
+
+    def _next_batch(self) -> list[int]:
+        """Blocks to clear, as soon as there are any; none when the pool closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._ledger.has_dirty)
+            return [] if self._closed else self._ledger.next_dirty(_CLEAR_BATCH)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_put(
+        self, blocks: Sequence[int], token_ids: Sequence[int], provenance: Provenance, mapped: Span | None
+    ) -> None:
+        check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
+        needed = blocks_for(len(token_ids), self.layout.block_tokens)
+        if not token_ids or len(blocks) != needed:
+            raise InvalidRequest(f"{len(token_ids)} tokens fill {needed} blocks, at least one; got {len(blocks)}")
+        if (provenance == EXACT) != (mapped is None):
+            raise InvalidRequest(f"provenance {provenance!r} does not go with mapped tokens {mapped}")
+        if mapped is not None and not 0 <= mapped.begin < mapped.end <= len(token_ids):
+            raise InvalidRequest(f"mapped tokens {mapped} do not lie in {len(token_ids)} tokens")
+
+    def _check_store(self, token_ids: Sequence[int], kv: KVCache, salt: str, prefix: Hold | None) -> None:
+        if kv.start + kv.num_tokens != len(token_ids):
+            raise InvalidRequest(f"{len(token_ids)} tokens, but the KV ends at {kv.start + kv.num_tokens}")
+        if kv.start > (prefix.num_tokens if prefix else 0):
+            raise InvalidRequest(
+                f"the KV starts at {kv.start}, past the {prefix.num_tokens if prefix else 0} tokens of its prefix"
+            )
+        entry = prefix.entry if prefix else None
+        if entry is None:
+            return
+        _check_use(entry, salt, require_exact=False)
+        if entry.common_prefix(token_ids) < kv.start:
+            raise CacheMismatch(f"the first {kv.start} tokens are not those of {entry.cache_id}", param="token_ids")
+
+
+def _check_use(entry: CacheEntry, salt: str, require_exact: bool) -> None:
+    if not secrets.compare_digest(entry.tenant_salt, salt):
+        raise CacheMismatch(f"{entry.cache_id} belongs to another tenant", param="tenant_salt")
+    if require_exact and not entry.is_exact:
+        raise CacheMismatch(f"{entry.cache_id} is {entry.provenance}; an exact cache is required", param="cache_id")
+
+
+def _mapped_below(mapped: Span, start: int) -> Span:
+    """What is left of a base's mapped tokens when everything from `start` on is replaced. It is never nothing: what was
+    once read from a mapped cache is not taken for exact."""
+    return Span(mapped.begin, min(mapped.end, max(start, mapped.begin + 1)))
+
+
+def _index_salt(salt: str, adapter: str) -> str:
+    return f"{EXACT}|{adapter}|{salt}"

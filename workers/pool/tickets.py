@@ -1,0 +1,45 @@
+"""`TicketOffice`: a worker's leases as the messages of `workers.api`.
+
+It has the two calls of `WorkerClient` that a handoff needs, so a pool of the same process can be a handoff's peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.api.schemas import LeaseRequest, Ticket
+from workers.pool.entries import Lease
+from workers.pool.pool import Pool
+
+
+@dataclass(frozen=True)
+class TicketOffice:
+    """Gives tickets for a pool whose blocks the model `model` with weights `fingerprint` has computed."""
+
+    pool: Pool
+    model: str
+    fingerprint: str
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        self.pool.release(cache_id, lease_id)
+
+    def ticket(self, lease: Lease) -> Ticket:
+        entry = lease.entry
+        return Ticket(
+            lease_id=lease.lease_id,
+            cache_id=entry.cache_id,
+            pool=self.pool.export(),
+            layout=self.pool.layout,
+            blocks=list(entry.blocks),
+            generations=list(lease.generations),
+            token_ids=list(entry.token_ids),
+            num_tokens=entry.num_tokens,
+            digest=entry.digest,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            provenance=entry.provenance,
+            expires_at=lease.expires_at,
+        )
