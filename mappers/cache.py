@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mappers.errors import GeometryMismatch, MapperError
 
-class MapperError(ValueError):
-    """Base of what `mappers` raises: the message names the value and what is allowed."""
-
-
-class GeometryMismatch(MapperError):
-    """A cache or a model has another shape than the one asked for."""
+__all__ = ["GeometryMismatch", "KVCache", "KVGeometry", "MapperError"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,10 @@ class KVCache:
     def geometry(self) -> KVGeometry:
         heads, _, dim = self.keys[0].shape
         return KVGeometry(len(self.keys), heads, dim)
+
+    def of(self, kind: Literal["keys", "values"]) -> tuple[Tensor, ...]:
+        """The layers' keys, or their values."""
+        return self.keys if kind == "keys" else self.values
 
     @property
     def num_tokens(self) -> int:

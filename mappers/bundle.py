@@ -1,0 +1,117 @@
+"""A mapper on disk: a folder with `manifest.json` and `weights.safetensors`, digested whole, written atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mappers.errors import BundleCorrupt, MapperError
+from mappers.manifest import FORMAT_VERSION, Manifest, digest_of
+from mappers.mapper import Mapper
+
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+
+
+def load(path: str | Path, device: str = "cpu") -> Mapper:
+    """The mapper in folder `path`, its digests verified. Raises `BundleCorrupt`."""
+    path = Path(path)
+    manifest = load_manifest(path)
+    return Mapper(manifest, _load_weights(path, manifest), device, path)
+
+
+def load_manifest(path: str | Path) -> Manifest:
+    """Only what a bundle says about itself; verifies the manifest, not the weights. Raises `BundleCorrupt`."""
+    path = Path(path) / MANIFEST
+    try:
+        raw: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BundleCorrupt(f"no bundle at {path.parent}: {error.strerror}") from error
+    except ValueError as error:
+        raise BundleCorrupt(f"{path} is not JSON") from error
+    if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
+        found = raw.get("format_version") if isinstance(raw, dict) else None
+        raise BundleCorrupt(f"{path} has format version {found!r}; this kvrelay reads {FORMAT_VERSION}")
+    if raw.get("digest") != digest_of(raw):
+        raise BundleCorrupt(f"{path} does not match its digest")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise BundleCorrupt(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+
+
+def save(mapper: Mapper, path: str | Path) -> Mapper:
+    """Write the mapper to folder `path`, atomically; a bundle that stood there is replaced. Gives it as loaded back."""
+    path = Path(path)
+    if path.exists() and not (path / MANIFEST).exists():
+        raise MapperError(f"{path} exists and is no bundle; allowed: a new path, or a bundle to replace")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        safetensors.torch.save_file({k: v.contiguous().cpu() for k, v in mapper.weights.items()}, scratch / WEIGHTS)
+        _write_manifest(scratch, mapper.manifest.model_copy(update={"weights_sha256": _sha256(scratch / WEIGHTS)}))
+        loaded = load(scratch)
+        scratch.chmod(0o755)
+        _put_in_place(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    loaded.path = path
+    return loaded
+
+
+def update(path: str | Path, **changes: Any) -> Manifest:
+    """Replace fields of a bundle's manifest that do not change the map (`evaluation`, `gate`), atomically."""
+    manifest = load_manifest(path)
+    changed = manifest.model_copy(update=changes)
+    if changed.bundle_id != manifest.bundle_id:
+        raise MapperError(f"{', '.join(changes)} would make it another bundle; allowed: evaluation, gate")
+    return _write_manifest(Path(path), changed)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    manifest = manifest.model_copy(update={"digest": digest_of(manifest.model_dump(mode="json"))})
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+        file.write(text + "\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, folder / MANIFEST)
+    return manifest
+
+
+def _put_in_place(scratch: Path, path: Path) -> None:
+    """Rename `scratch` to `path`: a reader finds the old bundle, or none for an instant, or the new one; no mixture."""
+    if not path.exists():
+        scratch.rename(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.rename(old / "bundle")
+    scratch.rename(path)
+    shutil.rmtree(old)
+
+
+def _load_weights(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    weights = path / WEIGHTS
+    try:
+        data = weights.read_bytes()
+    except OSError as error:
+        raise BundleCorrupt(f"cannot read {weights}: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:
+        raise BundleCorrupt(f"{weights} does not match its digest")
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise BundleCorrupt(f"{weights}: {error}") from error
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

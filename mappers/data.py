@@ -1,0 +1,119 @@
+"""Conversations to fit and judge mappers on: read from files, split for good by a hash, rendered to tokens.
+
+Three forms are read: JSON lines of `{"messages": [{"role", "content"}]}`, a ShareGPT-style JSON array of
+`{"conversations": [{"from", "value"}]}` (also one that is cut short), and plain text, cut into passages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mappers.errors import DataUnreadable
+
+Conversation = list[dict[str, str]]
+Split = Literal["heal", "calibrate", "tune", "test"]
+
+# Below 60 of 100: heal; then 20 calibrate, 10 tune, 10 test.
+SPLIT_BOUNDS: tuple[tuple[int, Split], ...] = ((60, "heal"), (80, "calibrate"), (90, "tune"), (100, "test"))
+PLAIN_TEXT = "text"  # role of a passage that is no conversation: rendered as it stands
+PASSAGE_CHARACTERS = 12_000
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+
+
+def split_of(conversation: Conversation) -> Split:
+    """Which part of the data a conversation belongs to, by its first message alone: the same in every run and file."""
+    digest = hashlib.sha256(conversation[0]["content"].encode()).hexdigest()
+    bucket = int(digest[:8], 16) % 100
+    return next(name for bound, name in SPLIT_BOUNDS if bucket < bound)
+
+
+def read_conversations(path: str | Path) -> list[Conversation]:
+    """All usable conversations of a file. Raises `DataUnreadable` if there are none."""
+    text = _read(Path(path))
+    found = list(_conversations(text))
+    if not found:
+        raise DataUnreadable(f"{path} holds no conversation; allowed: JSON lines, ShareGPT JSON, plain text")
+    return found
+
+
+def render(conversation: Conversation, tokenizer: Any) -> list[int]:
+    """Token ids of a conversation by the tokenizer's chat template; of a plain passage, as it stands."""
+    if conversation[0]["role"] == PLAIN_TEXT:
+        text = conversation[0]["content"]
+    else:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def documents(conversations: Iterable[Conversation], split: Split, tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of the conversations of one split, lazily, in order."""
+    return (render(talk, tokenizer) for talk in conversations if split_of(talk) == split)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataUnreadable(f"cannot read {path}: {error.strerror}") from error
+
+
+def _conversations(text: str) -> Iterator[Conversation]:
+    if text.lstrip()[:1] not in ("[", "{"):
+        yield from _passages(text)
+        return
+    for item in _objects(text):
+        talk = _conversation(item)
+        if talk:
+            yield talk
+
+
+def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects that follow one another in `text`, with anything between, up to the first broken one."""
+    decoder = json.JSONDecoder()
+    at = text.find("{")
+    while at >= 0:
+        try:
+            item, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            return
+        yield item
+        at = text.find("{", end)
+
+
+def _conversation(item: Mapping[str, Any]) -> Conversation | None:
+    """Messages with text of an OpenAI-style or a ShareGPT-style object; None if fewer than two are left."""
+    turns = item.get("messages") or item.get("conversations")
+    if not isinstance(turns, list):
+        return None
+    pairs = [(ROLES.get(t.get("role") or t.get("from")), t.get("content") or t.get("value")) for t in turns]
+    talk = [{"role": role, "content": text} for role, text in pairs if role and isinstance(text, str) and text.strip()]
+    return talk if len(talk) >= 2 else None
+
+
+def _passages(text: str) -> Iterator[Conversation]:
+    """Plain text cut at line ends into passages of about `PASSAGE_CHARACTERS`."""
+    passage: list[str] = []
+    length = 0
+    for line in text.splitlines(keepends=True):
+        passage.append(line)
+        length += len(line)
+        if length >= PASSAGE_CHARACTERS:
+            yield [{"role": PLAIN_TEXT, "content": "".join(passage)}]
+            passage, length = [], 0
+    if "".join(passage).strip():
+        yield [{"role": PLAIN_TEXT, "content": "".join(passage)}]

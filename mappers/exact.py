@@ -1,0 +1,61 @@
+"""Finds target layers whose keys or values are a source layer's own: a pruned sibling shares its lower layers.
+
+Such a layer is copied: nothing is fitted, stored or multiplied for it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mappers.cache import KVCache
+from mappers.errors import MapperError
+from mappers.manifest import KINDS, Kind
+
+TOLERANCE = 1e-5  # relative error of float32 states that two runs of the same arithmetic may differ by
+SAMPLE_TOKENS = 64
+
+Target = tuple[Kind, int]
+
+
+class CopyFinder:
+    """Looks for equal layers in the first document, and checks what it found on all that follow."""
+
+    def __init__(self, first_source: KVCache, first_target: KVCache):
+        begin = max(0, first_source.num_tokens - SAMPLE_TOKENS)
+        end = first_source.num_tokens
+        self.copies = _equal_layers(first_source.slice(begin, end), first_target.slice(begin, end))
+        self._lost = dict.fromkeys(self.copies, 0.0)
+        self._power = dict.fromkeys(self.copies, 0.0)
+
+    def update(self, source: KVCache, target: KVCache) -> None:
+        for (kind, layer), source_layer in self.copies.items():
+            theirs, ours = target.of(kind)[layer], source.of(kind)[source_layer]
+            self._lost[kind, layer] += float((theirs - ours).square().sum())
+            self._power[kind, layer] += float(theirs.square().sum())
+
+    def confirm(self) -> None:
+        """Raise `MapperError` if a layer that looked equal at first turned out not to be."""
+        for (kind, layer), source_layer in self.copies.items():
+            error = (self._lost[kind, layer] / max(self._power[kind, layer], 1e-300)) ** 0.5
+            if error > TOLERANCE:
+                raise MapperError(
+                    f"the {kind} of target layer {layer} looked like those of source layer {source_layer}, but differ "
+                    f"by {error:.1e} over all documents; fit without copies"
+                )
+
+
+def _equal_layers(source: KVCache, target: KVCache) -> dict[Target, int]:
+    if source.keys[0].shape != target.keys[0].shape:
+        return {}
+    found: dict[Target, int] = {}
+    for kind in KINDS:
+        for layer, states in enumerate(target.of(kind)):
+            errors = [_relative_error(states, candidate) for candidate in source.of(kind)]
+            best = min(range(len(errors)), key=errors.__getitem__)
+            if errors[best] < TOLERANCE:
+                found[kind, layer] = best
+    return found
+
+
+def _relative_error(states: Tensor, candidate: Tensor) -> float:
+    return float((states - candidate).norm() / states.norm().clamp_min(1e-30))

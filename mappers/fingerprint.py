@@ -1,0 +1,207 @@
+"""Which weights a folder holds.
+
+A model as published is known by its content: SHA-256 over its tensors and the config fields that shape its KV cache.
+A derived model (computed on the user's machine, where the last bits differ with the processor) is known by its recipe:
+its folder has a `kvrelay.json` with `{"fingerprint": ..., "output_digest": ...}`, and the content digest only detects
+a change since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mappers.errors import FingerprintMismatch, UnsupportedModel
+
+RECIPE_FILE = "kvrelay.json"
+CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "tie_word_embeddings",
+)
+
+
+def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:
+    """The fingerprint of the model in `folder`, SHA-256 in hex.
+
+    Raises `UnsupportedModel` if there are no safetensors or no config, `FingerprintMismatch` if a derived model's
+    content is no longer what its recipe wrote.
+    """
+    folder = Path(folder)
+    recipe = folder / RECIPE_FILE
+    if not recipe.exists():
+        return content_digest(folder, cache_folder)
+    record = _json(recipe)
+    expected = record.get("output_digest")
+    if expected is not None and expected != content_digest(folder, cache_folder):
+        raise FingerprintMismatch(f"{folder} has changed since it was prepared: prepare it again")
+    try:
+        return str(record["fingerprint"])
+    except KeyError:
+        raise UnsupportedModel(f"{recipe} has no 'fingerprint'") from None
+
+
+def content_digest(folder: str | Path, cache_folder: Path | None = None) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sharded or not, and over the config fields that
+    matter. Kept in a cache beside the files' sizes and times, so that a second call reads nothing."""
+    folder = Path(folder)
+    config = folder / "config.json"
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights or not config.exists():
+        raise UnsupportedModel(f"{folder} is no model folder: it needs config.json and *.safetensors")
+    return _remembered("content", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
+
+
+def tokenizer_digest(folder: str | Path) -> str | None:
+    """SHA-256 over the tokenizer's vocabulary and rules and the chat template; None if the folder has no tokenizer."""
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    rules = {k: v for k, v in _json(path).items() if k not in ("padding", "truncation")}
+    return _sha256(_canonical(rules), _chat_template(folder).encode())
+
+
+def vocabulary_digest(folder: str | Path) -> str | None:
+    """SHA-256 over what decides how text becomes token ids: `tokenizer_digest` without the chat template."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.exists():
+        return None
+    return _sha256(_canonical({k: v for k, v in _json(path).items() if k not in ("padding", "truncation")}))
+
+
+def default_cache_folder() -> Path:
+    """`KVRELAY_HOME`, or `kvrelay` in the user's cache folder."""
+    home = os.environ.get("KVRELAY_HOME")
+    if home:
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def _content_digest(config: Path, weights: list[Path]) -> str:
+    fields = _json(config)
+    digest = hashlib.sha256(_canonical({name: fields.get(name) for name in CONFIG_FIELDS}))
+    tensors = sorted((entry for path in weights for entry in _header(path)), key=lambda entry: entry.name)
+    views = {path: _View(path) for path in weights}
+    try:
+        for entry in tensors:
+            digest.update(_canonical([entry.name, entry.dtype, entry.shape]))
+            views[entry.path].hash_into(digest, entry.begin, entry.end)
+    finally:
+        for view in views.values():
+            view.close()
+    return digest.hexdigest()
+
+
+class _Entry(NamedTuple):
+    """A tensor's bytes `[begin, end)` in a safetensors file, and what they mean."""
+
+    name: str
+    path: Path
+    begin: int
+    end: int
+    dtype: str
+    shape: list[int]
+
+
+def _header(path: Path) -> list[_Entry]:
+    """Every tensor of a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(size))
+        return [
+            _Entry(name, path, *(8 + size + at for at in item["data_offsets"]), item["dtype"], item["shape"])
+            for name, item in entries.items()
+            if name != "__metadata__"
+        ]
+    except (struct.error, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+        raise UnsupportedModel(f"{path} is not a safetensors file") from error
+
+
+class _View:
+    """A file mapped read-only."""
+
+    def __init__(self, path: Path):
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def hash_into(self, digest: Any, start: int, end: int) -> None:
+        with memoryview(self._map) as whole, whole[start:end] as part:
+            digest.update(part)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def _remembered(kind: str, folder: Path, files: list[Path], cache: Path | None, compute: Callable[[], str]) -> str:
+    key = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    where = hashlib.sha256(f"{kind}:{folder.resolve()}".encode()).hexdigest()[:32]
+    entry = (cache or default_cache_folder()) / "digests" / f"{where}.json"
+    try:
+        record = json.loads(entry.read_bytes())
+        if record["files"] == key:
+            return str(record["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never computed, or written by something else: compute it
+    digest = compute()
+    _remember(entry, {"files": key, "digest": digest})
+    return digest
+
+
+def _remember(entry: Path, record: dict[str, Any]) -> None:
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
+            json.dump(record, file)
+        os.replace(file.name, entry)
+    except OSError:
+        pass  # a read-only home only costs the time of hashing again
+
+
+def _chat_template(folder: Path) -> str:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    return str(_json(settings).get("chat_template") or "") if settings.exists() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not JSON") from error
+    if not isinstance(value, dict):
+        raise UnsupportedModel(f"{path} holds no JSON object")
+    return value
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _sha256(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()

@@ -1,0 +1,150 @@
+"""What a bundle says about itself: `manifest.json`, as frozen values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mappers.cache import KVGeometry
+
+FORMAT_VERSION: Literal[1] = 1
+COPY = "copy"
+DEFAULT_MAX_PPL_RATIO = 1.25
+DEFAULT_MIN_TOP1 = 0.80
+# What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
+NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
+
+Kind = Literal["keys", "values"]
+KINDS: tuple[Kind, Kind] = ("keys", "values")
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelCard(Frozen):
+    """One model of the pair. `config` is its Hugging Face config, from which its RoPE is rebuilt."""
+
+    name: str
+    revision: str | None = None
+    fingerprint: str
+    tokenizer_digest: str | None = None
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    config: dict[str, Any]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return KVGeometry(self.num_layers, self.num_kv_heads, self.head_dim)
+
+
+class OutputSpec(Frozen):
+    """Where one target layer's keys (or values) come from: source layers' keys, source layers' values, or both.
+
+    Method `copy` passes one source layer through and stores no weights. `r2` is that on held-out documents.
+    """
+
+    method: str
+    key_layers: tuple[int, ...] = ()
+    value_layers: tuple[int, ...] = ()
+    ridge: float | None = None
+    r2: float | None = None
+
+
+class LayerSpec(Frozen):
+    keys: OutputSpec
+    values: OutputSpec
+
+    def of(self, kind: Kind) -> OutputSpec:
+        return self.keys if kind == "keys" else self.values
+
+
+class Calibration(Frozen):
+    """What the map was fitted on. `digest` is SHA-256 over the token ids, `head` the tokens left out of each start."""
+
+    name: str
+    digest: str
+    num_documents: int
+    num_tokens: int
+    head: int
+
+
+class ArmScore(Frozen):
+    """How the target model predicts on one kind of cache, against its own native one.
+
+    `ppl_ratio` is the exponential of the mean over documents of the difference in mean log-loss, `ppl_low` and
+    `ppl_high` its bootstrap 95% interval; `top1` the share of equal most likely tokens; `kl_*` in nats.
+    """
+
+    arm: str
+    ppl_ratio: float
+    ppl_low: float
+    ppl_high: float
+    top1: float
+    kl_mean: float
+    kl_p95: float
+
+
+class LengthScores(Frozen):
+    length: int
+    num_documents: int
+    arms: tuple[ArmScore, ...]
+
+
+class Evaluation(Frozen):
+    """Result of the fixed quality protocol: `arms` over all lengths, `lengths` for each alone."""
+
+    data: str
+    head: int
+    tail: int
+    scored: int
+    tokens: int
+    arms: tuple[ArmScore, ...]
+    lengths: tuple[LengthScores, ...]
+
+    def arm(self, name: str) -> ArmScore | None:
+        return next((arm for arm in self.arms if arm.arm == name), None)
+
+
+class Gate(Frozen):
+    """What a worker asks of a bundle's arm `hybrid` before it uses it."""
+
+    max_ppl_ratio: float = DEFAULT_MAX_PPL_RATIO
+    min_top1: float = DEFAULT_MIN_TOP1
+
+
+class Manifest(Frozen):
+    format_version: Literal[1] = FORMAT_VERSION
+    source: ModelCard
+    target: ModelCard
+    method: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    layers: tuple[LayerSpec, ...]
+    precision: Literal["float16", "float32"]
+    calibration: Calibration
+    evaluation: Evaluation | None = None
+    gate: Gate | None = None
+    created: str
+    tool_version: str
+    licence: str
+    weights_sha256: str = ""
+    digest: str = ""
+
+    @property
+    def copied_layers(self) -> tuple[int, ...]:
+        """Target layers whose keys and values are the source's own."""
+        return tuple(i for i, spec in enumerate(self.layers) if spec.keys.method == spec.values.method == COPY)
+
+    @property
+    def bundle_id(self) -> str:
+        return digest_of(self.model_dump(mode="json"), NOT_IDENTITY)[:16]
+
+
+def digest_of(manifest: dict[str, Any], leave_out: frozenset[str] = frozenset({"digest"})) -> str:
+    """SHA-256 over the canonical JSON of a manifest, which names the weights by their own digest."""
+    kept = {name: value for name, value in manifest.items() if name not in leave_out}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

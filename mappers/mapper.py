@@ -1,0 +1,141 @@
+"""`Mapper`: a fitted map from the KV cache of one model to that of another, ready to be applied."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mappers.cache import KVCache
+from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch
+from mappers.manifest import COPY, KINDS, Gate, Manifest
+from mappers.plan import Workspace, features_of, outputs_of
+from mappers.rope import TOLERANCE, Rope
+
+Sink = Callable[[int, Tensor, Tensor], None]
+
+
+class Mapper:
+    """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once."""
+
+    def __init__(
+        self, manifest: Manifest, weights: Mapping[str, Tensor], device: str = "cpu", path: Path | None = None
+    ):
+        _check_layers(manifest)
+        self.manifest = manifest
+        self.weights = dict(weights)
+        self.path = path
+        self.device = torch.device(device)
+        self.source_rope, self.target_rope = ropes_of(manifest, weights)
+        self._features = features_of(manifest)
+        self._outputs = outputs_of(manifest, {name: tensor.to(self.device) for name, tensor in weights.items()})
+        self._local = threading.local()
+
+    @property
+    def bundle_id(self) -> str:
+        """16 hex digits that name this map: the same for as long as its weights and its models are."""
+        return self.manifest.bundle_id
+
+    @property
+    def copied_layers(self) -> tuple[int, ...]:
+        """Target layers whose keys and values are passed through from the source."""
+        return self.manifest.copied_layers
+
+    def check(self, source_fingerprint: str, target_fingerprint: str) -> None:
+        """Raise `FingerprintMismatch` unless this map was fitted for exactly these two models."""
+        for role, card, given in (
+            ("source", self.manifest.source, source_fingerprint),
+            ("target", self.manifest.target, target_fingerprint),
+        ):
+            if card.fingerprint != given:
+                raise FingerprintMismatch(
+                    f"bundle {self.bundle_id} was fitted for {role} {card.name} ({card.fingerprint[:12]}…), "
+                    f"not for weights {given[:12]}…"
+                )
+
+    def refusal(self, max_ppl_ratio: float | None = None, min_top1: float | None = None) -> str | None:
+        """Why this map may not be used, None if it may: its evaluation's arm `hybrid` against the gate.
+
+        A bound that is not given is the bundle's own, or else the default.
+        """
+        own = self.manifest.gate or Gate()
+        most = own.max_ppl_ratio if max_ppl_ratio is None else max_ppl_ratio
+        least = own.min_top1 if min_top1 is None else min_top1
+        evaluation = self.manifest.evaluation
+        score = evaluation.arm("hybrid") if evaluation else None
+        if score is None:
+            return f"bundle {self.bundle_id} has no evaluation; run kvrelay eval with --write"
+        if score.ppl_ratio > most:
+            return f"bundle {self.bundle_id}: perplexity ratio {score.ppl_ratio:.3f} is over the gate's {most}"
+        if score.top1 < least:
+            return f"bundle {self.bundle_id}: top-1 agreement {score.top1:.3f} is below the gate's {least}"
+        return None
+
+    def passes(self, max_ppl_ratio: float | None = None, min_top1: float | None = None) -> bool:
+        return self.refusal(max_ppl_ratio, min_top1) is None
+
+    @torch.no_grad()
+    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
+        """Map one chunk of tokens and hand it out target layer by target layer.
+
+        `sink(layer, keys, values)` gets tensors (H, T, D), keys post-RoPE at the chunk's own positions. They are views
+        of scratch or of the source, in no promised dtype or memory order, and valid only until `sink` returns.
+        Raises `GeometryMismatch` for a chunk of another shape.
+        """
+        if source_chunk.geometry != self.manifest.source.geometry:
+            raise GeometryMismatch(f"{source_chunk.geometry}; this map takes {self.manifest.source.geometry}")
+        chunk = self._workspace().begin(source_chunk, self.source_rope, self.target_rope)
+        for layer, (keys, values) in enumerate(self._outputs):
+            sink(layer, keys.of(chunk), values.of(chunk))
+
+    def map(self, source: KVCache) -> KVCache:
+        """The target's cache of the same tokens at the same positions."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> None:
+            keys.append(key.float().clone())
+            values.append(value.float().clone())
+
+        self.map_into(source, keep)
+        return KVCache(tuple(keys), tuple(values), source.start)
+
+    def _workspace(self) -> Workspace:
+        if not hasattr(self._local, "workspace"):
+            source, target = self.manifest.source.geometry, self.manifest.target.geometry
+            self._local.workspace = Workspace(self._features, source, target, self.device)
+        workspace: Workspace = self._local.workspace
+        return workspace
+
+
+def ropes_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> tuple[Rope, Rope]:
+    """RoPE of source and target, rebuilt from their configs. Raises `BundleCorrupt` if the installed transformers
+    computes other factors than the one that the map was fitted with."""
+    ropes = Rope.from_config(manifest.source.config), Rope.from_config(manifest.target.config)
+    for role, rope in zip(("source", "target"), ropes, strict=True):
+        stored, now = weights.get(probe_name(role)), rope.probe()
+        if stored is None or stored.shape != now.shape or not torch.allclose(stored, now, atol=TOLERANCE):
+            raise BundleCorrupt(f"the {role}'s RoPE is not the one that this bundle was fitted with")
+    return ropes
+
+
+def probe_name(role: str) -> str:
+    return f"rope.{role}.probe"
+
+
+def _check_layers(manifest: Manifest) -> None:
+    if len(manifest.layers) != manifest.target.num_layers:
+        raise BundleCorrupt(f"{len(manifest.layers)} layers for a target of {manifest.target.num_layers}")
+    same_shape = manifest.source.geometry.width == manifest.target.geometry.width
+    for layer, spec in enumerate(manifest.layers):
+        for kind in KINDS:
+            output = spec.of(kind)
+            used = (*output.key_layers, *output.value_layers)
+            if not used or any(not 0 <= i < manifest.source.num_layers for i in used):
+                raise BundleCorrupt(f"layer {layer} {kind}: source layers {used} of {manifest.source.num_layers}")
+            own = output.key_layers if kind == "keys" else output.value_layers
+            if output.method == COPY and (len(used) != 1 or len(own) != 1 or not same_shape):
+                raise BundleCorrupt(f"layer {layer} {kind}: a copy takes one source layer of the same kind and shape")

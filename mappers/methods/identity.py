@@ -1,0 +1,27 @@
+"""`identity`: keys and values of the most similar source layer, as they are."""
+
+from __future__ import annotations
+
+import torch
+
+from mappers.errors import GeometryMismatch
+from mappers.methods.base import Method, Solution
+from mappers.stats import Moments
+
+
+class Identity(Method):
+    """The dull method: exact where the two models share their weights, and the baseline everywhere else.
+
+    Learns nothing from the moments. Needs target layers as wide as the source's.
+    """
+
+    name = "identity"
+    max_layers = 1
+
+    def solve(self, train: Moments, held_out: Moments | None = None) -> Solution:
+        if train.num_targets % train.num_features:
+            raise GeometryMismatch(
+                f"identity maps {train.num_features} features to as many; the target has {train.num_targets}"
+            )
+        eye = torch.eye(train.num_features, dtype=torch.float64, device=train.xx.device)
+        return Solution(eye.repeat(1, train.num_targets // train.num_features), torch.zeros_like(train.mean_y))

@@ -1,0 +1,116 @@
+"""The few things that mappers ask of a live transformers model: its shape, and to read tokens into a `KVCache`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+
+from mappers.cache import KVCache, KVGeometry
+from mappers.errors import UnsupportedModel
+
+CHUNK_TOKENS = 512
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder of a model: `name` itself, or the local copy of a model of the hub, fetched if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"no model at {str(name)!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_model(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model from a local folder or a hub name, ready to read; its weights take no gradient."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+    except OSError as error:
+        raise UnsupportedModel(f"no model at {str(folder)!r}: {str(error).splitlines()[0]}") from error
+    return model.eval().requires_grad_(False).to(device)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a local folder or a hub name."""
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"no tokenizer at {str(folder)!r}: {str(error).splitlines()[0]}") from error
+
+
+def geometry_of(config: Any) -> KVGeometry:
+    """The KV geometry of a transformers config, or of the dict of one.
+
+    Raises `UnsupportedModel` if layers differ in what they keep (sliding windows)."""
+
+    def get(name: str) -> Any:
+        return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+    kinds = set(get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise UnsupportedModel(f"layers of type {', '.join(sorted(kinds))}; allowed: full_attention")
+    heads = get("num_attention_heads")
+    head_dim = get("head_dim") or get("hidden_size") // heads
+    return KVGeometry(get("num_hidden_layers"), get("num_key_value_heads") or heads, head_dim)
+
+
+def config_dict(model: Any) -> dict[str, Any]:
+    """The model's Hugging Face config as plain JSON values."""
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    values.pop("_name_or_path", None)  # a path of the machine it was fitted on
+    return values
+
+
+def read(model: Any, token_ids: Sequence[int] | Tensor, past: KVCache | None = None) -> KVCache:
+    """The KV of `past` (if any) and of these tokens behind it, read natively."""
+    return run(model, token_ids, past)[0]
+
+
+@torch.no_grad()
+def run(
+    model: Any, token_ids: Sequence[int] | Tensor, past: KVCache | None = None, start: int | None = None
+) -> tuple[KVCache, Tensor]:
+    """Read tokens behind `past`; also give the last hidden states of the new ones, (T, hidden), normed.
+
+    `start` is the position of the first new token: by default the one after `past`. A later one leaves a gap.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
+    at = past.start + past.num_tokens if past is not None else 0
+    cache = _dynamic(past)
+    first = at if start is None else start
+    hidden: list[Tensor] = []
+    for begin in range(0, len(ids), CHUNK_TOKENS):
+        piece = ids[begin : begin + CHUNK_TOKENS]
+        positions = torch.arange(first + begin, first + begin + len(piece), device=ids.device)
+        output = body(model)(input_ids=piece[None], past_key_values=cache, position_ids=positions[None], use_cache=True)
+        hidden.append(output.last_hidden_state[0])
+    keys, values = (tuple(getattr(layer, name)[0] for layer in cache.layers) for name in ("keys", "values"))
+    return KVCache(keys, values, past.start if past is not None else 0), torch.cat(hidden)
+
+
+def body(model: Any) -> nn.Module:
+    """The model without its output head: gives hidden states."""
+    inner: nn.Module = model.base_model
+    return inner
+
+
+@torch.no_grad()
+def log_probs(model: Any, hidden: Tensor) -> Tensor:
+    """Next-token log-probabilities, (T, vocabulary) float32, of hidden states (T, hidden)."""
+    return model.get_output_embeddings()(hidden).float().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def _dynamic(past: KVCache | None) -> DynamicCache:
+    cache = DynamicCache()
+    if past is not None:
+        for layer, (keys, values) in enumerate(zip(past.keys, past.values, strict=True)):
+            cache.update(keys[None], values[None], layer)
+    return cache
