@@ -2,7 +2,9 @@
 
     KvrelayError
     ├── InvalidRequest        400  a value that no retry mends
-    │   └── ContextLengthExceeded 400
+    │   ├── ContextLengthExceeded 400
+    │   ├── ModelNotFound     404  the worker runs another model
+    │   └── RequestTooLarge   413
     ├── Unauthorized          401  the cluster secret is missing or wrong
     ├── CacheUnusable         409  the cache exists no more, or may not serve this request
     │   ├── CacheNotFound     404  never known here, expired, or evicted
@@ -46,6 +48,14 @@ class InvalidRequest(KvrelayError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    status, code = 404, "model_not_found"
+
+
+class RequestTooLarge(InvalidRequest):
+    status, code = 413, "request_too_large"
 
 
 class Unauthorized(KvrelayError):

@@ -199,12 +199,14 @@ class CacheInfo(CacheReply):
 
 
 class KVTransferParams(Request):
-    """Travels with an OpenAI request. `num_tokens` caps how much of the cache is used. With `store` false nothing that
-    this request computes stays in the pool."""
+    """Travels with an OpenAI request. `num_tokens` caps how much of the cache is used. Without a `cache_id` the worker
+    looks for an exact prefix by itself, unless `reuse` is false. With `store` false nothing that this request computes
+    stays in the pool."""
 
     cache_id: CacheId | None = None
     num_tokens: int | None = Field(default=None, ge=1)
     require_exact: bool = False
+    reuse: bool = True
     store: bool = True
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
     agreement_probe: int = Field(default=0, ge=0, le=64)

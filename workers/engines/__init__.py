@@ -1,0 +1,19 @@
+"""Engines by name. An engine's module is imported when it is loaded: only then do torch and transformers come in."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.engines.base import Engine
+    from workers.settings import WorkerSettings
+
+ENGINES = {"transformers": "workers.engines.transformers.loading:load"}
+
+
+def load_engine(settings: WorkerSettings) -> Engine:
+    """The engine that the settings name, its model loaded. Takes seconds; raises `SettingsError`."""
+    module, function = ENGINES[settings.engine].split(":")
+    engine: Engine = getattr(import_module(module), function)(settings)
+    return engine

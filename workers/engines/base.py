@@ -1,0 +1,122 @@
+"""What the worker asks of an engine, and the values that travel between them.
+
+    engine.admit(priority, deadline)  ─►  Claim       a place in the queue; every step of the work carries it
+    engine.sequence(claim, capacity)  ─►  Sequence    working memory of one request, freed when it closes
+    sequence.load(source, n)                          KV of the first n tokens, supplied from outside
+    sequence.read(token_ids)                          KV of further tokens, computed natively
+    sequence.generate(sampling, n)    ─►  Token ...   each written token is read in turn
+    sequence.kv(begin, end)           ─►  KVCache     what is worth keeping
+
+An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP, and no text but its tokenizer's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from mappers.cache import KVCache
+from workers.api.schemas import KVLayout
+from workers.engines.admission import Admission, Claim
+from workers.engines.compute import Compute
+from workers.engines.rates import RateMeter
+from workers.engines.tokenizer import Tokenizer
+
+# Copies the KV of the first tokens into the views it is given. Runs on the compute thread.
+KVSource = Callable[[KVCache], None]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that an engine runs. `fingerprint` is SHA-256 in hex, `max_model_len` counts tokens."""
+
+    name: str
+    fingerprint: str
+    layout: KVLayout
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    device: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: greedily at temperature 0, else drawn by a generator of this `seed`.
+
+    `num_top` alternatives are reported with each token.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    num_top: int = 0
+
+
+@dataclass(frozen=True)
+class Token:
+    """One written token. Log-probabilities are those of the model, before temperature and top_p."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenSequence(ABC):
+    """The tokens of one request and their KV, in the engine's working memory."""
+
+    token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV stands in working memory."""
+        return len(self.token_ids)
+
+    @abstractmethod
+    async def load(self, token_ids: Sequence[int], source: KVSource) -> None:
+        """Take the KV of these tokens from `source`. The sequence must be empty."""
+
+    @abstractmethod
+    async def read(self, token_ids: Sequence[int]) -> None:
+        """Compute the KV of further tokens, attending over all that stands before them."""
+
+    @abstractmethod
+    def generate(self, sampling: Sampling, max_tokens: int) -> AsyncIterator[Token]:
+        """Write up to `max_tokens` tokens after the last one read. The caller stops when it has enough; the last token
+        written has not been read."""
+
+    @abstractmethod
+    async def predict(self, token_ids: Sequence[int]) -> list[int]:
+        """Read these tokens; the most likely next token after each of them."""
+
+    @abstractmethod
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` tokens."""
+
+    @abstractmethod
+    def kv(self, begin: int, end: int) -> KVCache:
+        """KV of tokens `[begin, end)`, as views of working memory: good until the sequence goes on or closes."""
+
+
+class Engine(ABC):
+    """One model and the compute thread that runs it."""
+
+    name: str
+    model: ModelInfo
+    tokenizer: Tokenizer
+    compute: Compute
+    admission: Admission
+    rates: RateMeter
+
+    def admit(self, *, priority: int = 0, deadline: float | None = None) -> AbstractAsyncContextManager[Claim]:
+        """Wait for a place. `deadline` is an instant of `time.monotonic()`. Raises `Overloaded`, `DeadlineExceeded`."""
+        return self.admission.admit(priority=priority, deadline=deadline)
+
+    @abstractmethod
+    def sequence(self, claim: Claim, capacity: int) -> AbstractAsyncContextManager[TokenSequence]:
+        """Working memory for one request, about `capacity` tokens of it at once."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Stop after the running step and give the memory back."""

@@ -1,0 +1,50 @@
+"""SDPA with grouped queries kept grouped.
+
+transformers repeats keys and values for every query head whenever there is a mask, since CUDA's kernels want it so.
+The CPU's do not: passing them as they are saves copying the whole cache in every layer of every chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+NAME = "kvrelay_grouped_sdpa"
+
+
+def attention_for(device: torch.device) -> str:
+    """The `attn_implementation` to load a model with."""
+    if device.type != "cpu":
+        return "sdpa"
+    AttentionInterface.register(NAME, grouped_sdpa)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """`query` is `(1, heads, new tokens, dim)`, `key` and `value` `(1, kv heads, all tokens, dim)`.
+
+    Without a mask, either one new token sees everything, or new tokens and all tokens are the same and see backwards.
+    """
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2).contiguous(), None  # (1, new tokens, heads, dim)

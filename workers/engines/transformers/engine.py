@@ -1,0 +1,152 @@
+"""`TransformersEngine`: sequences over one model, one bounded step at a time on the compute thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mappers.cache import KVCache, KVGeometry
+from workers.engines.admission import Admission, Claim
+from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence
+from workers.engines.compute import Compute
+from workers.engines.rates import RateMeter
+from workers.engines.tokenizer import Tokenizer
+from workers.engines.transformers.memory import WorkingMemory
+from workers.engines.transformers.sampling import Sampler
+
+R = TypeVar("R")
+
+CHUNK_TOKENS = 256  # the longest step: what a hang-up, a deadline or another request waits for at most
+
+
+class TransformersEngine(Engine):
+    """Runs `model` on a thread of its own with `num_threads` of the CPU. See `workers.engines.transformers.loading`."""
+
+    name = "transformers"
+
+    def __init__(
+        self, model: PreTrainedModel, info: ModelInfo, tokenizer: Tokenizer, admission: Admission, num_threads: int
+    ):
+        self.model = info
+        self.tokenizer = tokenizer
+        self.admission = admission
+        self.rates = RateMeter()
+        self.hf_model = model
+        self.compute = Compute(on_start=lambda: _on_start(num_threads))
+
+    @asynccontextmanager
+    async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
+        yield TransformersSequence(self, claim, min(capacity, self.model.max_model_len))
+
+    async def aclose(self) -> None:
+        self.compute.close()
+
+
+class TransformersSequence(TokenSequence):
+    """Each step checks the deadline and queues for the compute thread. Cancelled, it waits out a running step."""
+
+    def __init__(self, engine: TransformersEngine, claim: Claim, capacity: int):
+        self.token_ids = []
+        self._engine = engine
+        self._claim = claim
+        layout = engine.model.layout
+        self._memory = WorkingMemory(
+            KVGeometry(layout.num_layers, layout.num_kv_heads, layout.head_dim),
+            capacity,
+            dtype=engine.hf_model.dtype,
+            device=engine.hf_model.device,
+        )
+        self._logits: Tensor | None = None  # (vocab,), of the token read last
+
+    async def load(self, token_ids: Sequence[int], source: KVSource) -> None:
+        if self.num_tokens:
+            raise ValueError(f"load into a sequence that holds {self.num_tokens} tokens; it must be empty")
+        self._memory.reserve(len(token_ids))
+        await self._step(lambda: source(self._memory.kv(0, len(token_ids))))
+        self._memory.resize(len(token_ids))
+        self.token_ids.extend(token_ids)
+
+    async def read(self, token_ids: Sequence[int]) -> None:
+        for chunk in _chunks(token_ids):
+            await self._step(partial(self._prefill, chunk))
+
+    async def predict(self, token_ids: Sequence[int]) -> list[int]:
+        predicted: list[int] = []
+        for chunk in _chunks(token_ids):
+            predicted += await self._step(partial(self._most_likely, chunk))
+        return predicted
+
+    async def generate(self, sampling: Sampling, max_tokens: int) -> AsyncIterator[Token]:
+        sampler = Sampler(sampling, self._engine.hf_model.device)
+        if self._logits is None:
+            raise ValueError("nothing was read yet: a token can only follow another")
+        logits = self._logits
+        token = await self._step(partial(sampler.choose, logits))
+        yield token
+        for _ in range(max_tokens - 1):
+            token = await self._step(partial(self._decode, token, sampler))
+            yield token
+
+    def truncate(self, num_tokens: int) -> None:
+        self._memory.resize(num_tokens)
+        del self.token_ids[num_tokens:]
+        self._logits = None
+
+    def kv(self, begin: int, end: int) -> KVCache:
+        return self._memory.kv(begin, end)
+
+    async def _step(self, step: Callable[[], R]) -> R:
+        self._claim.check()
+        return await self._engine.compute.run(step, priority=self._claim.priority)
+
+    # What follows runs on the compute thread.
+
+    def _prefill(self, token_ids: Sequence[int]) -> None:
+        began = time.perf_counter()
+        self._logits = self._forward(token_ids, num_logits=1)[-1]
+        self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began)
+
+    def _decode(self, token: Token, sampler: Sampler) -> Token:
+        began = time.perf_counter()
+        self._logits = self._forward([token.id], num_logits=1)[-1]
+        chosen = sampler.choose(self._logits)
+        self._engine.rates.record("decode", 1, time.perf_counter() - began)
+        return chosen
+
+    def _most_likely(self, token_ids: Sequence[int]) -> list[int]:
+        ids: list[int] = self._forward(token_ids, num_logits=len(token_ids)).argmax(dim=-1).tolist()
+        return ids
+
+    def _forward(self, token_ids: Sequence[int], *, num_logits: int) -> Tensor:
+        """Read `token_ids`; logits after the last `num_logits` of them, `(num_logits, vocab)`."""
+        begin = self.num_tokens
+        end = begin + len(token_ids)
+        self._memory.reserve(end)
+        model = self._engine.hf_model
+        output = model(
+            input_ids=torch.tensor([token_ids], device=model.device),
+            position_ids=torch.arange(begin, end, device=model.device)[None],
+            past_key_values=self._memory.cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        self.token_ids.extend(token_ids)
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _chunks(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for begin in range(0, len(token_ids), CHUNK_TOKENS):
+        yield token_ids[begin : begin + CHUNK_TOKENS]
+
+
+def _on_start(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    torch.set_grad_enabled(False)  # for this thread only

@@ -1,0 +1,99 @@
+"""`WorkingMemory`: KV of one running sequence, written in place.
+
+Laid out as a pool's block is, token by token, so that pool blocks are copied in and out without transposing:
+
+    buffer[layer, 0 (key) | 1 (value), token, head, dim]
+
+transformers' own DynamicCache concatenates, which copies the whole cache at every step; its StaticCache makes the model
+attend over the unused rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from mappers.cache import KVCache, KVGeometry
+
+GROWTH = 1.5
+
+
+class WorkingMemory:
+    """Room for `capacity` tokens; more is made when `reserve` asks for it."""
+
+    def __init__(self, geometry: KVGeometry, capacity: int, *, dtype: torch.dtype, device: torch.device):
+        self.geometry = geometry
+        self._buffer = torch.empty(
+            (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim), dtype=dtype, device=device
+        )
+        self._layers = [WorkingLayer(self, index) for index in range(geometry.num_layers)]
+        self.cache = Cache(layers=list(self._layers))
+
+    @property
+    def capacity(self) -> int:
+        return self._buffer.shape[2]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._layers[0].num_tokens
+
+    def resize(self, num_tokens: int) -> None:
+        """Take the first `num_tokens` tokens as what stands here. Their KV must have been written."""
+        for layer in self._layers:
+            layer.num_tokens = num_tokens
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` in all. Views taken before stay valid but are no longer this memory."""
+        if num_tokens <= self.capacity:
+            return
+        shape = list(self._buffer.shape)
+        shape[2] = max(num_tokens, int(self.capacity * GROWTH))
+        grown = self._buffer.new_empty(shape)
+        grown[:, :, : self.num_tokens] = self._buffer[:, :, : self.num_tokens]
+        self._buffer = grown
+
+    def kv(self, begin: int, end: int) -> KVCache:
+        """Tokens `[begin, end)` as views, written or not."""
+        span = self._buffer[:, :, begin:end].transpose(2, 3)  # (layers, 2, heads, tokens, dim)
+        return KVCache(tuple(span[:, 0].unbind()), tuple(span[:, 1].unbind()), begin)
+
+    def append(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values of one layer, `(1, heads, new tokens, dim)`, at `begin`; all up to their end."""
+        end = begin + keys.shape[2]
+        room = self._buffer[layer, :, :end].transpose(1, 2)  # (2, heads, tokens, dim)
+        room[0, :, begin:] = keys[0]
+        room[1, :, begin:] = values[0]
+        return room[0:1], room[1:2]  # (1, heads, tokens, dim)
+
+
+class WorkingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by mypy
+    """One layer of a `WorkingMemory`, as a transformers model wants to see it."""
+
+    is_sliding = False
+
+    def __init__(self, memory: WorkingMemory, index: int):
+        super().__init__()
+        self._memory = memory
+        self._index = index
+        self.num_tokens = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do: the memory was allocated with the sequence."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        begin = self.num_tokens
+        self.num_tokens += key_states.shape[2]
+        return self._memory.append(self._index, begin, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        return -1

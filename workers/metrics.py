@@ -1,0 +1,63 @@
+"""A worker's Prometheus metrics, in a registry of their own. No label ever takes a key, a user, a hash or a request's
+string: only names that this code holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+PREFIX = "kvrelay"
+TTFT_BUCKETS = (
+    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TRANSFER_BUCKETS = (.001, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 30)  # fmt: skip
+
+
+class WorkerMetrics:
+    """One field a metric, named as in vLLM where vLLM has it. Written on the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival of a request to its first token")
+        self.inter_token = self._histogram("inter_token_latency_seconds", "From one token of an answer to the next")
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival of a request to the end of its answer")
+        self.prefill = self._histogram("request_prefill_time_seconds", "Reading of what was not in the pool")
+        self.prefix_queries = self._counter("prefix_cache_queries_total", "Prompt tokens looked up")
+        self.prefix_hits = self._counter("prefix_cache_hits_total", "Prompt tokens found as exact prefixes")
+        self.mapped_tokens = self._counter("mapped_prompt_tokens_total", "Prompt tokens taken from mapped caches")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of the prompts answered")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens written")
+        self.requests = self._counter("worker_requests_total", "Calls, by route and status", "route", "status")
+        self.disconnects = self._counter("client_disconnects_total", "Clients that hung up before the end", "phase")
+        self.transfers = self._counter("kv_transfer_total", "Caches taken from other workers, by outcome", "result")
+        self.transfer_seconds = Histogram(
+            f"{PREFIX}_kv_transfer_duration_seconds",
+            "Lease, copy, map and check of one cache",
+            buckets=TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
+        self.transfer_bytes = self._counter("kv_transfer_bytes_total", "Bytes of source KV read")
+        self.transfer_tokens = self._counter("kv_transfer_tokens_total", "Tokens whose KV was mapped")
+        self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV the pool had no room for")
+
+    def watch(
+        self, *, num_running: Callable[[], int], num_waiting: Callable[[], int], kv_usage: Callable[[], float]
+    ) -> None:
+        """Gauges that are read when they are asked for."""
+        self._gauge("num_requests_running", "Requests that hold working memory").set_function(num_running)
+        self._gauge("num_requests_waiting", "Requests that wait for a place").set_function(num_waiting)
+        self._gauge("kv_cache_usage_perc", "Used part of the pool's blocks, 0 to 1").set_function(kv_usage)
+
+    def expose(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, what: str) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", what, buckets=TTFT_BUCKETS, registry=self.registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", what, registry=self.registry)

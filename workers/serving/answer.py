@@ -1,0 +1,215 @@
+"""One answer, from a prompt's tokens to the KV that is kept of it.
+
+    async with answerer.open(job) as answer:       1 the cache it names, or the longest exact prefix, is held
+                                                   2 a place among the running requests
+                                                   3 what stands in the pool is loaded, the rest is read
+        async for piece in answer.pieces():        4 tokens are written
+            ...
+        usage = await answer.settle()              5 everything read and written is kept, and told
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from workers.api.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from workers.api.schemas import KVTransferParams, KVUsage
+from workers.engines.admission import Claim
+from workers.engines.base import Engine, Sampling, Token, TokenSequence
+from workers.engines.tokenizer import PromptTokens
+from workers.metrics import WorkerMetrics
+from workers.pool.entries import CacheEntry
+from workers.pool.pool import Pool
+from workers.serving.paging import page_in, page_out
+from workers.serving.probe import Agreement, probe_agreement
+from workers.serving.reuse import Reuse, reuse_of
+from workers.serving.text import TextWriter
+
+log = structlog.get_logger()
+
+CAPACITY_AHEAD = 256  # tokens of an answer that working memory has room for from the start
+
+
+@dataclass(frozen=True)
+class AnswerJob:
+    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`."""
+
+    prompt: PromptTokens
+    sampling: Sampling
+    max_tokens: int
+    stops: tuple[str, ...]
+    params: KVTransferParams
+    salt: str
+    arrived: float
+    deadline: float | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that may be told, and the tokens told with it."""
+
+    text: str
+    tokens: tuple[Token, ...]
+
+
+class Answerer:
+    """Answers jobs with one engine, over one pool."""
+
+    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics):
+        self.engine = engine
+        self.pool = pool
+        self.metrics = metrics
+
+    @asynccontextmanager
+    async def open(self, job: AnswerJob) -> AsyncIterator[Answer]:
+        """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
+        token_ids = job.prompt.token_ids
+        capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
+        with reuse_of(self.pool, token_ids, job.salt, job.params) as reuse:
+            async with (
+                self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,
+                self.engine.sequence(claim, capacity) as sequence,
+            ):
+                began = time.monotonic()
+                await page_in(self.pool, sequence, token_ids, reuse)
+                prefill_s = time.monotonic() - began
+                self._count_prompt(len(token_ids), reuse, prefill_s)
+                yield Answer(self, job, reuse, claim, sequence, prefill_s)
+
+    def _count_prompt(self, num_tokens: int, reuse: Reuse, prefill_s: float) -> None:
+        self.metrics.prompt_tokens.inc(num_tokens)
+        self.metrics.prefix_queries.inc(num_tokens)
+        self.metrics.prefix_hits.inc(reuse.cached_tokens)
+        self.metrics.mapped_tokens.inc(reuse.mapped_tokens)
+        self.metrics.prefill.observe(prefill_s)
+
+
+class Answer:
+    """An answer in the making. Its prompt has been read."""
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        job: AnswerJob,
+        reuse: Reuse,
+        claim: Claim,
+        sequence: TokenSequence,
+        prefill_s: float,
+    ):
+        self.job = job
+        self.reuse = reuse
+        self.num_written = 0
+        self.finish_reason: Literal["stop", "length"] = "length"
+        self._answerer = answerer
+        self._claim = claim
+        self._sequence = sequence
+        self._prefill_s = prefill_s
+        self._ttft_s = 0.0
+        self._last_token_at = 0.0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.job.prompt.token_ids)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it is written, up to an end token, a stop string or `max_tokens`."""
+        engine = self._answerer.engine
+        writer = TextWriter(engine.tokenizer, self.job.stops)
+        untold: list[Token] = []
+        async with aclosing(self._sequence.generate(self.job.sampling, self.job.max_tokens)) as tokens:
+            async for token in tokens:
+                self._time_token()
+                if token.id in engine.model.eos_ids:
+                    self.finish_reason = "stop"
+                    break
+                untold.append(token)
+                if text := writer.push(token.id):
+                    yield Piece(text, tuple(untold))
+                    untold = []
+                if writer.stopped:
+                    self.finish_reason = "stop"
+                    break
+        if (rest := writer.flush()) or untold:
+            yield Piece(rest, tuple(untold))
+
+    async def settle(self) -> KVUsage:
+        """Keep what was read and written, probe if asked to, and tell what the engine did."""
+        self._answerer.metrics.e2e.observe(time.monotonic() - self.job.arrived)
+        self._answerer.metrics.generation_tokens.inc(self.num_written)
+        usage = KVUsage(
+            epoch=self._answerer.pool.epoch,
+            path=self.reuse.path,
+            provenance=self.reuse.provenance,
+            cached_tokens=self.reuse.cached_tokens,
+            mapped_tokens=self.reuse.mapped_tokens,
+            stable_tokens=self.job.prompt.stable_tokens,
+            queue_ms=self._claim.waited_s * 1e3,
+            prefill_ms=self._prefill_s * 1e3,
+            ttft_ms=self._ttft_s * 1e3,
+        )
+        if entry := await self._keep():
+            usage = usage.model_copy(update=_told(entry))
+        if agreement := await self._probe():
+            usage = usage.model_copy(update=vars(agreement))
+        return usage
+
+    def _time_token(self) -> None:
+        now, metrics = time.monotonic(), self._answerer.metrics
+        if self.num_written:
+            metrics.inter_token.observe(now - self._last_token_at)
+        else:
+            self._ttft_s = now - self.job.arrived
+            metrics.ttft.observe(self._ttft_s)
+        self.num_written += 1
+        self._last_token_at = now
+
+    async def _keep(self) -> CacheEntry | None:
+        """The answer is worth more than its cache: when the pool has no room, it goes without."""
+        if not self.job.params.store:
+            return None
+        try:
+            return await page_out(
+                self._answerer.engine,
+                self._answerer.pool,
+                self._claim,
+                self._sequence,
+                self.reuse,
+                salt=self.job.salt,
+                ttl_s=self.job.params.ttl_s,
+            )
+        except (Overloaded, InvalidRequest) as error:
+            self._answerer.metrics.not_stored.inc()
+            log.warning("answer_not_kept", reason=error.code, num_tokens=self._sequence.num_tokens)
+            return None
+
+    async def _probe(self) -> Agreement | None:
+        if not self.job.params.agreement_probe:
+            return None
+        try:
+            return await probe_agreement(
+                self._answerer.engine,
+                self._claim,
+                self._sequence,
+                self.job.prompt.token_ids,
+                self.job.params.agreement_probe,
+            )
+        except DeadlineExceeded:
+            return None  # the answer is there; only what was to be learnt of it is missing
+
+
+def _told(entry: CacheEntry) -> dict[str, object]:
+    """What `KVUsage` says of the cache that was kept."""
+    return {
+        "cache_id": entry.cache_id,
+        "num_tokens": entry.num_tokens,
+        "digest": entry.digest,
+        "expires_at": entry.expires_at,
+        "provenance": entry.provenance,
+    }

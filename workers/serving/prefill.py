@@ -1,0 +1,79 @@
+"""Reading a prefix ahead of the requests that share it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from workers.api.errors import ContextLengthExceeded, DeadlineExceeded
+from workers.api.schemas import KVTransferParams, PrefillReply, PrefillRequest
+from workers.digest import token_digest
+from workers.engines.base import Engine
+from workers.metrics import WorkerMetrics
+from workers.pool.entries import CacheEntry
+from workers.pool.pool import Pool
+from workers.serving.coalesce import Coalescer
+from workers.serving.paging import page_in, page_out
+from workers.serving.prompts import PromptReader
+from workers.serving.reuse import reuse_of
+
+
+@dataclass(frozen=True)
+class _Done:
+    entry: CacheEntry
+    cached_tokens: int
+    prefill_s: float
+
+
+class Prefiller:
+    """Reads prefixes into the pool. The same prefix asked for twice at once is read once."""
+
+    def __init__(self, engine: Engine, pool: Pool, prompts: PromptReader, metrics: WorkerMetrics):
+        self._engine = engine
+        self._pool = pool
+        self._prompts = prompts
+        self._metrics = metrics
+        self._running: Coalescer[_Done] = Coalescer()
+
+    async def prefill(self, request: PrefillRequest) -> PrefillReply:
+        """Raises `InvalidRequest`, `Overloaded`, `DeadlineExceeded`."""
+        token_ids = await self._prompts.read_stable(request)
+        if len(token_ids) > self._engine.model.max_model_len:
+            raise ContextLengthExceeded(
+                f"{len(token_ids)} tokens to read; the context length is {self._engine.model.max_model_len}"
+            )
+        done = await self._shared(token_ids, request)
+        return PrefillReply(
+            cache_id=done.entry.cache_id,
+            num_tokens=done.entry.num_tokens,
+            digest=done.entry.digest,
+            epoch=self._pool.epoch,
+            expires_at=done.entry.expires_at,
+            cached_tokens=done.cached_tokens,
+            prefill_ms=done.prefill_s * 1e3,
+        )
+
+    async def _shared(self, token_ids: Sequence[int], request: PrefillRequest) -> _Done:
+        key = (token_digest(token_ids, request.tenant_salt), request.ttl_s)
+        work = partial(self._read, token_ids, request.tenant_salt, request.ttl_s)
+        deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._running.run(key, work)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{len(token_ids)} tokens were not read in {request.deadline_ms} ms") from error
+
+    async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
+        began = time.monotonic()
+        with reuse_of(self._pool, token_ids, salt, KVTransferParams()) as reuse:
+            async with self._engine.admit() as claim, self._engine.sequence(claim, len(token_ids)) as sequence:
+                await page_in(self._pool, sequence, token_ids, reuse)
+                entry = await page_out(self._engine, self._pool, claim, sequence, reuse, salt=salt, ttl_s=ttl_s)
+        prefill_s = time.monotonic() - began
+        self._metrics.prefill.observe(prefill_s)
+        self._metrics.prefix_queries.inc(len(token_ids))
+        self._metrics.prefix_hits.inc(reuse.cached_tokens)
+        return _Done(entry, reuse.cached_tokens, prefill_s)

@@ -1,0 +1,155 @@
+"""The `workers:` part of kvrelay.yaml, and the cluster secret.
+
+    workers:
+      - {id: small-0, tier: small, model: models/smol-small, url: "http://127.0.0.1:8101"}
+      - {id: large-0, tier: large, model: models/smol-large, url: "http://127.0.0.1:8102", bundles: [bundles/smol]}
+
+Relative paths are taken from the file's own folder. Reading settings loads no model and imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
+MIN_SECRET_CHARS = 16
+
+M = TypeVar("M", bound=BaseModel)
+WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message names the value and what is allowed."""
+
+
+class Gate(BaseModel):
+    """What a bundle's evaluation must reach to be used. A bound that is not set is the bundle's own, or else the
+    default of `mappers.manifest.Gate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_ppl_ratio: float | None = Field(default=None, ge=1)
+    min_top1: float | None = Field(default=None, ge=0, le=1)
+
+
+class WorkerSettings(BaseModel):
+    """One worker. `model` is a folder or the name of a hub's model, `name` what it is called in requests."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: WorkerId
+    tier: str = "small"
+    model: str
+    name: str | None = None
+    engine: Literal["transformers"] = "transformers"
+    url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65_535)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    num_threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
+    pool_bytes: ByteSize = Field(default=ByteSize(512 * 2**20), gt=0)
+    block_tokens: int = Field(default=32, ge=1, le=1024)
+    max_running: int = Field(default=16, ge=1)
+    max_queue: int = Field(default=64, ge=0)
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
+    bundles: list[str] = []
+    gate: Gate = Gate()
+    peers: dict[WorkerId, str] = {}
+    grace_s: float = Field(default=0.5, ge=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bind_where_the_url_says(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("url"), str):
+            parts = urlsplit(values["url"])
+            return {"host": parts.hostname or "127.0.0.1", "port": parts.port or 80} | values
+        return values
+
+    @field_validator("url", "peers")
+    @classmethod
+    def _http_urls(cls, value: Any) -> Any:
+        urls = value.values() if isinstance(value, dict) else [value] if value else []
+        for url in urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"{url!r} is not a URL like http://127.0.0.1:8101")
+        return value
+
+    @property
+    def model_name(self) -> str:
+        """What replies and other workers call the model."""
+        return self.name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+
+
+class _ConfigFile(BaseModel):
+    """What a worker reads of kvrelay.yaml; the rest is the gateway's."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    workers: list[WorkerSettings] = Field(min_length=1)
+    bundles: list[str] = []
+
+
+def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None = None) -> WorkerSettings:
+    """The settings of one worker. Its peers are the other workers that have a `url`; `peers` adds to them.
+
+    Raises `SettingsError` for a file that is missing or wrong, and for an id that it does not hold.
+    """
+    config = _parse(path)
+    by_id = {worker.id: worker for worker in config.workers}
+    if worker_id not in by_id:
+        raise SettingsError(f"unknown worker {worker_id!r}; {path} has: {', '.join(sorted(by_id))}")
+    worker = by_id[worker_id]
+    known = {other.id: other.url for other in config.workers if other.url and other.id != worker_id}
+    folder = path.resolve().parent
+    changes = {
+        "peers": known | worker.peers | dict(peers or {}),
+        "bundles": [_locate(folder, bundle) for bundle in worker.bundles or config.bundles],
+        "model": _locate(folder, worker.model),
+    }
+    return _validated(path, WorkerSettings, worker.model_dump(exclude_unset=True) | changes)
+
+
+def read_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """The cluster secret out of the file that KVRELAY_SECRET_FILE names."""
+    name = environ.get(SECRET_FILE_VARIABLE)
+    if not name:
+        raise SettingsError(f"set {SECRET_FILE_VARIABLE} to the file that holds the cluster secret")
+    try:
+        secret = Path(name).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the cluster secret from {name}: {error}") from error
+    if len(secret) < MIN_SECRET_CHARS:
+        raise SettingsError(f"the cluster secret in {name} has {len(secret)} characters; at least {MIN_SECRET_CHARS}")
+    return secret
+
+
+def _parse(path: Path) -> _ConfigFile:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"cannot read {path}: {error}") from error
+    return _validated(path, _ConfigFile, data)
+
+
+def _validated(path: Path, kind: type[M], data: Any) -> M:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise SettingsError(f"{path}: {where}: {first['msg']}, got {first['input']!r}") from error
+
+
+def _locate(folder: Path, name: str) -> str:
+    """A path relative to `folder` where there is such a thing; else the name as it stands."""
+    return str(folder / name) if (folder / name).exists() else name
