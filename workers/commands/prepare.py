@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from workers.families import Family
 from workers.families.sources import SourceError
@@ -23,6 +25,7 @@ def find(name: str) -> Family:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvrelay prepare", description=__doc__)
     parser.add_argument("family", nargs="?", default="smol")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the folders to FILE")
     options = parser.parse_args(argv)
     try:
         family = find(options.family)
@@ -30,5 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, SourceError) as error:
         print(f"kvrelay prepare: {error}", file=sys.stderr)
         return 1
-    print(f"small {family.source}\nlarge {family.target}\nbundle {family.bundle}")
+    folders = {"small": str(family.source), "large": str(family.target), "bundle": str(family.bundle)}
+    if options.json:
+        options.json.write_text(json.dumps(folders))
+    else:
+        print("\n".join(f"{name} {folder}" for name, folder in folders.items()))
     return 0

@@ -38,18 +38,24 @@ def family() -> Family:
 
 def prepare(say: Say) -> None:
     """Make both model folders below the cache folder; what is there already is kept."""
-    made = family()
-    large = recipe_fingerprint("dequantise", SMOLLM2.sha256, RECIPE_VERSION)
+    large, made = prepare_large(say), family()
     small = recipe_fingerprint("prune and merge", large, file_digest(ADAPTERS), RECIPE_VERSION)
-    if not is_made(made.target, large):
-        say("smol: fetching SmolLM2-135M-Instruct (93 MB)")
-        weights = fetch(SMOLLM2)
-        say("smol: dequantising it to float32")
-        make(made.target, large, lambda folder: dequantise(weights, folder))
-        weights.unlink()
     if not is_made(made.source, small):
         say("smol: making the small sibling (24 of 30 layers, healed)")
         make(made.source, small, lambda folder: merge(made.target, ADAPTERS, folder))
+
+
+def prepare_large(say: Say) -> str:
+    """Make the large model's folder. Returns its fingerprint."""
+    folder = family().target
+    fingerprint = recipe_fingerprint("dequantise", SMOLLM2.sha256, RECIPE_VERSION)
+    if not is_made(folder, fingerprint):
+        say("smol: fetching SmolLM2-135M-Instruct (93 MB)")
+        weights = fetch(SMOLLM2)
+        say("smol: dequantising it to float32")
+        make(folder, fingerprint, lambda scratch: dequantise(weights, scratch))
+        weights.unlink()
+    return fingerprint
 
 
 def dequantise(weights: Path, folder: Path) -> None:
