@@ -137,11 +137,19 @@ class TransferRequest(Request):
 
 
 class TransferReply(CacheReply):
+    """Where the time of a handoff went: `lease_ms` to the ticket, `open_ms` opening the source's pool (about 0 once it
+    is open), `head_ms` the native head, `copy_ms` reading `bytes` from the source, `map_ms` mapping, `write_ms` writing
+    the target's blocks; `total_ms` also counts waiting for compute between them."""
+
     mapper: str
     map_ms: float
     copy_ms: float
     total_ms: float
     bytes: int
+    lease_ms: float = 0.0
+    open_ms: float = 0.0
+    head_ms: float = 0.0
+    write_ms: float = 0.0
 
 
 class LeaseRequest(Request):

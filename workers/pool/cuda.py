@@ -41,7 +41,7 @@ class CudaRuntime:
     def __init__(self) -> None:
         if torch.version.cuda is None or not torch.cuda.is_available():
             raise CudaError("this PyTorch sees no CUDA device; use a pool of kind shm")
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self._lib = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
 

@@ -10,6 +10,7 @@ A new transport is one file with an `open`, and one line in the registry.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -18,20 +19,21 @@ import numpy as np
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheStale, TransferFailed
+from workers.api.errors import CacheStale, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport
-from workers.pool.blocks import block_shape, check_blocks, copy_out, empty_cache
-from workers.pool.segment import Generations
+from workers.pool.blocks import block_bytes, check_blocks, copy_out, empty_cache
+from workers.pool.segment import Generations, Header
 
 
 class Reader:
-    """A peer's blocks and generations, mapped read-only."""
+    """A peer's blocks and generations. Safe from any thread; a close waits for the read that runs."""
 
     def __init__(self, export: PoolExport, layout: KVLayout, data: Tensor, generations: Generations):
         self.export = export
         self.layout = layout
-        self._data = data  # (num_blocks, L, 2, block_tokens, H, D)
+        self._data: Tensor | None = data  # (num_blocks, L, 2, block_tokens, H, D)
         self._generations = generations
+        self._lock = threading.Lock()
 
     def read(self, blocks: Sequence[int], generations: Sequence[int], begin: int, end: int) -> KVCache:
         """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, on the pool's device.
@@ -42,19 +44,32 @@ class Reader:
         check_blocks(blocks, self.export.num_blocks, TransferFailed)
         size = self.layout.block_tokens
         touched = slice(begin // size, -(-end // size))
-        self._check(blocks[touched], generations[touched])
-        copy = empty_cache(self.layout, begin, end, self._data.device)
-        copy_out(self._data, blocks, copy)
-        self._synchronize()
-        self._check(blocks[touched], generations[touched])
+        with self._lock:
+            if self._data is None:
+                raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
+            self._check(blocks[touched], generations[touched])
+            copy = empty_cache(self.layout, begin, end, self._data.device)
+            copy_out(self._data, blocks, copy)
+            self._synchronize()
+            self._check(blocks[touched], generations[touched])
         return copy
 
     def alive(self) -> bool:
-        """Whether the pool's owner still runs."""
+        """Whether the pool's owner still runs and has its pool open."""
+        return self._data is not None and self._owner_alive()
+
+    def close(self) -> None:
+        """Give up the mapping. Idempotent."""
+        with self._lock:
+            if self._data is not None:
+                self._data = None
+                self._unmap()
+
+    def _owner_alive(self) -> bool:
         return True
 
-    def close(self) -> None:  # noqa: B027 - what holds nothing has nothing to give back
-        """Give up the mapping. Idempotent."""
+    def _unmap(self) -> None:
+        """Give back what `open` took."""
 
     def _synchronize(self) -> None:
         """Wait until the copy is done."""
@@ -78,10 +93,32 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, export: PoolExport, layout: KVLayout) -> Reader:
-        """Map the pool. `CacheStale` when it is gone or of another epoch, `TransferFailed` when it can't be read from
-        here."""
+        """Map the pool, read-only. `CacheStale` when it is gone or of another epoch, `TransferFailed` when it can't be
+        read from here or is not what `export` and `layout` say."""
 
 
-def check_shape(data_shape: Sequence[int], num_blocks: int, layout: KVLayout) -> None:
-    if tuple(data_shape) != (num_blocks, *block_shape(layout)):
-        raise TransferFailed(f"the pool has shape {tuple(data_shape)}; its ticket says {layout} x {num_blocks} blocks")
+def text_at(export: PoolExport, key: str) -> str:
+    """A text field of the pool's address."""
+    value = export.address.get(key)
+    if not isinstance(value, str):
+        raise TransferFailed(f"the address of a {export.kind} pool needs a text {key!r}; got {value!r}")
+    return value
+
+
+def check_header(header: Header, export: PoolExport, layout: KVLayout, *, blocks_inside: bool) -> None:
+    """The pool's file must be the one that the ticket speaks of."""
+    if header.epoch != export.epoch:
+        raise CacheStale(f"the pool is of epoch {header.epoch}, its ticket of {export.epoch}")
+    expected = (export.num_blocks, block_bytes(layout) if blocks_inside else 0)
+    if (header.num_blocks, header.block_bytes) != expected:
+        raise TransferFailed(
+            f"the pool has {header.num_blocks} blocks of {header.block_bytes} bytes; its ticket says "
+            f"{expected[0]} of {expected[1]}"
+        )
+
+
+def check_layout(layout: KVLayout) -> None:
+    """Every extent must be positive: a layout comes from another process."""
+    extents = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens)
+    if min(extents) < 1:
+        raise InvalidRequest(f"a KV layout's extents must be positive; got {layout}", param="layout")

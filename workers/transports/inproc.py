@@ -1,0 +1,31 @@
+"""The simplest transport: a pool of this very process."""
+
+from __future__ import annotations
+
+from workers.api.errors import CacheStale, TransferFailed
+from workers.api.schemas import KVLayout, PoolExport
+from workers.pool.arena import Arena, heap_arena
+from workers.transports.base import Reader, Transport
+
+
+class InprocReader(Reader):
+    def __init__(self, export: PoolExport, layout: KVLayout, arena: Arena):
+        super().__init__(export, layout, arena.data, arena.generations)
+
+    def _owner_alive(self) -> bool:
+        return heap_arena(self.export.epoch) is not None
+
+
+class InprocTransport(Transport):
+    kind = "inproc"
+
+    def open(self, export: PoolExport, layout: KVLayout) -> Reader:
+        arena = heap_arena(export.epoch)
+        if arena is None:
+            raise CacheStale(f"no pool of epoch {export.epoch} is open in this process")
+        if (arena.num_blocks, arena.layout) != (export.num_blocks, layout):
+            raise TransferFailed(
+                f"the pool has {arena.num_blocks} blocks of {arena.layout}; its ticket says "
+                f"{export.num_blocks} of {layout}"
+            )
+        return InprocReader(export, layout, arena)
