@@ -2,8 +2,8 @@
 
 A model as published is known by its content: SHA-256 over its tensors and the config fields that shape its KV cache.
 A derived model (computed on the user's machine, where the last bits differ with the processor) is known by its recipe:
-its folder has a `kvrelay.json` with `{"fingerprint": ..., "output_digest": ...}`, and the content digest only detects
-a change since.
+its folder has a `kvrelay.json` with `{"fingerprint": ..., "output_digest": ...}`, and the digest, SHA-256 of its
+`model.safetensors`, only detects a change since.
 """
 
 from __future__ import annotations
@@ -54,13 +54,12 @@ def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:
     if not recipe.exists():
         return content_digest(folder, cache_folder)
     record = _json(recipe)
-    expected = record.get("output_digest")
-    if expected is not None and expected != content_digest(folder, cache_folder):
-        raise FingerprintMismatch(f"{folder} has changed since it was prepared: prepare it again")
-    try:
-        return str(record["fingerprint"])
-    except KeyError:
-        raise UnsupportedModel(f"{recipe} has no 'fingerprint'") from None
+    missing = [name for name in ("fingerprint", "output_digest") if not isinstance(record.get(name), str)]
+    if missing:
+        raise UnsupportedModel(f"{recipe} has no {missing[0]!r}")
+    if record["output_digest"] != _output_digest(folder, cache_folder):
+        raise FingerprintMismatch(f"{folder} has changed since it was prepared: remove it and prepare it again")
+    return str(record["fingerprint"])
 
 
 def content_digest(folder: str | Path, cache_folder: Path | None = None) -> str:
@@ -100,6 +99,18 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
 
 
+def _output_digest(folder: Path, cache_folder: Path | None) -> str | None:
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        return None
+    return _remembered("output", folder, [weights], cache_folder, lambda: _file_digest(weights))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _content_digest(config: Path, weights: list[Path]) -> str:
     fields = _json(config)
     digest = hashlib.sha256(_canonical({name: fields.get(name) for name in CONFIG_FIELDS}))
@@ -133,9 +144,10 @@ def _header(path: Path) -> list[_Entry]:
             (size,) = struct.unpack("<Q", file.read(8))
             entries = json.loads(file.read(size))
         return [
-            _Entry(name, path, *(8 + size + at for at in item["data_offsets"]), item["dtype"], item["shape"])
+            _Entry(name, path, 8 + size + begin, 8 + size + end, item["dtype"], item["shape"])
             for name, item in entries.items()
             if name != "__metadata__"
+            for begin, end in [item["data_offsets"]]
         ]
     except (struct.error, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
         raise UnsupportedModel(f"{path} is not a safetensors file") from error
