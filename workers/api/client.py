@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 import orjson
+from pydantic import ValidationError
 
 from workers.api.errors import DeadlineExceeded, InvalidRequest, WorkerUnavailable, from_reply
 from workers.api.schemas import (
@@ -56,7 +57,7 @@ class WorkerClient:
         await self._http.aclose()
 
     async def info(self, *, timeout_s: float = 5.0) -> WorkerInfo:
-        return WorkerInfo.model_validate(await self._call("GET", "/v1/info", None, timeout_s))
+        return _parse(WorkerInfo, await self._call("GET", "/v1/info", None, timeout_s))
 
     async def ready(self, *, timeout_s: float = 2.0) -> bool:
         try:
@@ -66,25 +67,25 @@ class WorkerClient:
         return True
 
     async def prefill(self, request: PrefillRequest, *, timeout_s: float) -> PrefillReply:
-        return PrefillReply.model_validate(await self._call("POST", "/v1/prefix/prefill", request, timeout_s))
+        return _parse(PrefillReply, await self._call("POST", "/v1/prefix/prefill", request, timeout_s))
 
     async def transfer(self, request: TransferRequest, *, timeout_s: float) -> TransferReply:
-        return TransferReply.model_validate(await self._call("POST", "/v1/cache/transfer", request, timeout_s))
+        return _parse(TransferReply, await self._call("POST", "/v1/cache/transfer", request, timeout_s))
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
-        return Ticket.model_validate(await self._call("POST", f"/v1/cache/{cache_id}/lease", request, timeout_s))
+        return _parse(Ticket, await self._call("POST", f"/v1/cache/{cache_id}/lease", request, timeout_s))
 
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
         await self._call("DELETE", f"/v1/cache/{cache_id}/lease/{lease_id}", None, timeout_s)
 
     async def cache(self, cache_id: str, *, timeout_s: float = 2.0) -> CacheInfo:
-        return CacheInfo.model_validate(await self._call("GET", f"/v1/cache/{cache_id}", None, timeout_s))
+        return _parse(CacheInfo, await self._call("GET", f"/v1/cache/{cache_id}", None, timeout_s))
 
     async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
         await self._call("DELETE", f"/v1/cache/{cache_id}", None, timeout_s)
 
     async def tokenize(self, prompt: Prompt, *, timeout_s: float = 5.0) -> TokenizeReply:
-        return TokenizeReply.model_validate(await self._call("POST", "/v1/tokenize", prompt, timeout_s))
+        return _parse(TokenizeReply, await self._call("POST", "/v1/tokenize", prompt, timeout_s))
 
     async def chat(self, request: ChatRequest, *, timeout_s: float) -> dict[str, Any]:
         """The OpenAI chat completion, with `KVUsage` under `kv_transfer_params`."""
@@ -93,7 +94,7 @@ class WorkerClient:
             raise WorkerUnavailable("worker answered with something that is not a chat completion")
         return reply
 
-    async def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncIterator[dict[str, Any]]:
+    async def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed chat completion; `KVUsage` stands in the last one's `kv_transfer_params`.
 
         An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
@@ -115,7 +116,7 @@ class WorkerClient:
                         continue
                     if line == "data: [DONE]":
                         return
-                    chunk = orjson.loads(line[6:])
+                    chunk = _chunk(line[6:])
                     if "error" in chunk:
                         raise from_reply(500, chunk)
                     yield chunk
@@ -149,6 +150,23 @@ class WorkerClient:
 
 def _body(request: Any) -> bytes:
     return orjson.dumps(request.model_dump(exclude_none=True))
+
+
+def _parse(kind: type[R], data: Any) -> R:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise WorkerUnavailable(f"worker answered with something that is not a {kind.__name__}") from error
+
+
+def _chunk(data: str) -> dict[str, Any]:
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise WorkerUnavailable("worker sent a frame that is not a JSON object")
+    return chunk
 
 
 def _json(reply: httpx.Response) -> Any:
