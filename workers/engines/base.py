@@ -13,7 +13,7 @@ An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from workers.engines.rates import RateMeter
 from workers.engines.tokenizer import Tokenizer
 
 # Copies the KV of the first tokens into the views it is given. Runs on the compute thread.
-KVSource = Callable[[KVCache], None]
+KVSource = Callable[[KVCache], object]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TokenSequence(ABC):
         """Compute the KV of further tokens, attending over all that stands before them."""
 
     @abstractmethod
-    def generate(self, sampling: Sampling, max_tokens: int) -> AsyncIterator[Token]:
+    def generate(self, sampling: Sampling, max_tokens: int) -> AsyncGenerator[Token, None]:
         """Write up to `max_tokens` tokens after the last one read. The caller stops when it has enough; the last token
         written has not been read."""
 

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,10 +79,20 @@ class Answerer:
                 self.engine.sequence(claim, capacity) as sequence,
             ):
                 began = time.monotonic()
-                await page_in(self.pool, sequence, token_ids, reuse)
+                with self._counting_hang_ups("prefill"):
+                    await page_in(self.pool, sequence, token_ids, reuse)
                 prefill_s = time.monotonic() - began
                 self._count_prompt(len(token_ids), reuse, prefill_s)
-                yield Answer(self, job, reuse, claim, sequence, prefill_s)
+                with self._counting_hang_ups("decode"):
+                    yield Answer(self, job, reuse, claim, sequence, prefill_s)
+
+    @contextmanager
+    def _counting_hang_ups(self, phase: str) -> Iterator[None]:
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.disconnects.labels(phase).inc()
+            raise
 
     def _count_prompt(self, num_tokens: int, reuse: Reuse, prefill_s: float) -> None:
         self.metrics.prompt_tokens.inc(num_tokens)
@@ -118,7 +129,7 @@ class Answer:
     def num_prompt(self) -> int:
         return len(self.job.prompt.token_ids)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it is written, up to an end token, a stop string or `max_tokens`."""
         engine = self._answerer.engine
         writer = TextWriter(engine.tokenizer, self.job.stops)

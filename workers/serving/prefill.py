@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from workers.api.errors import ContextLengthExceeded, DeadlineExceeded
+from workers.api.errors import ContextLengthExceeded
 from workers.api.schemas import KVTransferParams, PrefillReply, PrefillRequest
 from workers.digest import token_digest
 from workers.engines.base import Engine
 from workers.metrics import WorkerMetrics
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.serving.coalesce import Coalescer
 from workers.serving.paging import page_in, page_out
 from workers.serving.prompts import PromptReader
 from workers.serving.reuse import reuse_of
+from workers.sharing import SharedWork
+
+PATIENCE_S = 3600.0  # of a caller who names no deadline
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,15 @@ class _Done:
 class Prefiller:
     """Reads prefixes into the pool. The same prefix asked for twice at once is read once."""
 
-    def __init__(self, engine: Engine, pool: Pool, prompts: PromptReader, metrics: WorkerMetrics):
+    def __init__(self, engine: Engine, pool: Pool, prompts: PromptReader, metrics: WorkerMetrics, max_jobs: int):
         self._engine = engine
         self._pool = pool
         self._prompts = prompts
         self._metrics = metrics
-        self._running: Coalescer[_Done] = Coalescer()
+        self._work: SharedWork[_Done] = SharedWork(max_jobs=max_jobs)
+
+    async def aclose(self) -> None:
+        await self._work.aclose()
 
     async def prefill(self, request: PrefillRequest) -> PrefillReply:
         """Raises `InvalidRequest`, `Overloaded`, `DeadlineExceeded`."""
@@ -57,14 +60,13 @@ class Prefiller:
         )
 
     async def _shared(self, token_ids: Sequence[int], request: PrefillRequest) -> _Done:
+        patience_s = PATIENCE_S if request.deadline_ms is None else request.deadline_ms / 1e3
         key = (token_digest(token_ids, request.tenant_salt), request.ttl_s)
-        work = partial(self._read, token_ids, request.tenant_salt, request.ttl_s)
-        deadline_s = None if request.deadline_ms is None else request.deadline_ms / 1e3
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._running.run(key, work)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{len(token_ids)} tokens were not read in {request.deadline_ms} ms") from error
+        return await self._work.run(
+            key,
+            time.monotonic() + patience_s,
+            lambda job: self._read(token_ids, request.tenant_salt, request.ttl_s),
+        )
 
     async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
         began = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -83,7 +83,7 @@ class TransformersSequence(TokenSequence):
             predicted += await self._step(partial(self._most_likely, chunk))
         return predicted
 
-    async def generate(self, sampling: Sampling, max_tokens: int) -> AsyncIterator[Token]:
+    async def generate(self, sampling: Sampling, max_tokens: int) -> AsyncGenerator[Token, None]:
         sampler = Sampler(sampling, self._engine.hf_model.device)
         if self._logits is None:
             raise ValueError("nothing was read yet: a token can only follow another")

@@ -1,0 +1,22 @@
+"""The worker as an ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from workers.routes import caches, completions, health, prompts
+from workers.routes.guard import CountCalls, LimitBody, RequireSecret
+from workers.routes.replies import install_error_replies
+from workers.serving.worker import Worker
+
+
+def create_app(worker: Worker, secret: str) -> ASGIApp:
+    """Serves `worker` to whoever knows `secret`. The caller opens and closes the worker."""
+    app = FastAPI(title="kvrelay worker", openapi_url=None)
+    app.state.worker = worker
+    install_error_replies(app)
+    for part in (health, prompts, caches, completions):
+        app.include_router(part.router)
+    limited = LimitBody(app, worker.settings.max_body_bytes)
+    return CountCalls(RequireSecret(limited, secret), worker.metrics)

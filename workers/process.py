@@ -1,0 +1,137 @@
+"""One worker as a process: from its settings to its orderly end.
+
+    load ──► listen ──► ready ──► SIGTERM ──► /readyz says 503, calls are still taken (grace)
+                                         ──► no new calls, those in flight are finished (drain) ──► memory given back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from workers.api.errors import KvrelayError
+from workers.app import create_app
+from workers.serving.worker import Worker, build_worker
+from workers.settings import SettingsError, WorkerSettings
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
+    """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
+    configure_logging()
+    listener = _listen(settings)
+    try:
+        worker = build_worker(settings, secret)
+    except KvrelayError as error:
+        raise SettingsError(f"worker {settings.id!r}: {error.message}") from error
+    try:
+        return asyncio.run(_serve(worker, secret, listener, ready_file))
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when the one that started it ends."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent or parent == 1:
+        sys.exit("kvrelay worker: the starting process has ended")
+
+
+def configure_logging() -> None:
+    """One JSON object a line, to stderr. What is logged names ids, counts and times, never a prompt's text."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but it tells when it takes calls, and a signal begins with a grace in which it still does."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, on_ready: Callable[[], None]):
+        super().__init__(config)
+        self._worker = worker
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    def stop(self) -> None:
+        """Begin to end; a second call ends without grace or drain."""
+        if self._worker.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._worker.draining = True
+        asyncio.get_running_loop().call_later(self._worker.settings.grace_s, setattr, self, "should_exit", True)
+
+
+async def _serve(worker: Worker, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
+    config = uvicorn.Config(
+        create_app(worker, secret),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(worker.settings.drain_s) or 1,
+    )
+    server = _Server(config, worker, lambda: _tell_ready(worker, listener, ready_file))
+    loop = asyncio.get_running_loop()
+    for wanted in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(wanted, server.stop)
+    async with worker:
+        try:
+            await server._serve([listener])  # `serve` would install uvicorn's own signal handlers
+        finally:
+            listener.close()
+    return 0
+
+
+def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None) -> None:
+    url = _url(worker.settings, listener)
+    if ready_file is not None:
+        _write_whole(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+    print(f"worker {worker.settings.id} ready on {url} with {worker.engine.model.name}", flush=True)  # noqa: T201
+
+
+def _listen(settings: WorkerSettings) -> socket.socket:
+    try:
+        listener = socket.create_server((settings.host, settings.port), backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"worker {settings.id!r} cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def _url(settings: WorkerSettings, listener: socket.socket) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write so that a reader finds all of it or no file."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)

@@ -1,0 +1,68 @@
+"""Caches: read a prefix into one, take one over, lend one, look at one, drop one."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from workers.api.schemas import CacheId, CacheInfo, LeaseRequest, PrefillRequest, TransferRequest
+from workers.routes.hangup import until_hang_up
+from workers.routes.replies import json_reply
+from workers.serving.worker import Worker
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/prefix/prefill")
+async def prefill(body: PrefillRequest, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    worker.check_model(body.target_model, "target_model")
+    return json_reply(await until_hang_up(worker.prefiller.prefill(body), request.receive))
+
+
+@router.post("/cache/transfer")
+async def transfer(body: TransferRequest, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    worker.check_model(body.target_model, "target_model")
+    return json_reply(await until_hang_up(worker.transfers.transfer(body), request.receive))
+
+
+@router.post("/cache/{cache_id}/lease")
+async def lease(cache_id: CacheId, body: LeaseRequest, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    granted = worker.pool.lease(cache_id, body.tenant_salt, ttl_s=body.ttl_s)
+    return json_reply(worker.tickets.ticket(granted))
+
+
+@router.delete("/cache/{cache_id}/lease/{lease_id}")
+async def release(cache_id: CacheId, lease_id: str, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    worker.pool.release(cache_id, lease_id)
+    return Response(status_code=204)
+
+
+@router.get("/cache/{cache_id}")
+async def look(cache_id: CacheId, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    entry = worker.pool.peek(cache_id)
+    return json_reply(
+        CacheInfo(
+            cache_id=entry.cache_id,
+            num_tokens=entry.num_tokens,
+            digest=entry.digest,
+            epoch=worker.pool.epoch,
+            expires_at=entry.expires_at,
+            provenance=entry.provenance,
+            model=worker.engine.model.name,
+            created_at=entry.created_at,
+            num_leases=worker.pool.num_leases(cache_id),
+            bytes=len(entry.blocks) * worker.pool.arena.block_bytes,
+        )
+    )
+
+
+@router.delete("/cache/{cache_id}")
+async def drop(cache_id: CacheId, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    worker.pool.drop(cache_id, worker.pool.peek(cache_id).tenant_salt)
+    return Response(status_code=204)

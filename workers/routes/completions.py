@@ -1,0 +1,77 @@
+"""`/v1/chat/completions` and `/v1/completions`, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from workers.api.schemas import ChatRequest, CompletionRequest
+from workers.engines.base import Token
+from workers.routes.hangup import until_hang_up
+from workers.routes.jobs import chat_job, completion_job
+from workers.routes.openai import Body, ChatShape, CompletionShape, Shape
+from workers.routes.replies import json_reply
+from workers.routes.sse import DONE, EventStream, frame
+from workers.serving.answer import AnswerJob
+from workers.serving.worker import Worker
+
+router = APIRouter(prefix="/v1")
+
+
+@router.post("/chat/completions")
+async def chat(body: ChatRequest, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    job = await until_hang_up(chat_job(worker, body), request.receive)
+    shape = ChatShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs)
+    return await _reply(worker, job, shape, body, request)
+
+
+@router.post("/completions")
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    worker: Worker = request.app.state.worker
+    job = await until_hang_up(completion_job(worker, body), request.receive)
+    shape = CompletionShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs is not None)
+    return await _reply(worker, job, shape, body, request)
+
+
+async def _reply(
+    worker: Worker, job: AnswerJob, shape: Shape, body: ChatRequest | CompletionRequest, request: Request
+) -> Response:
+    if body.stream:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_stream(worker, job, shape, include_usage=include_usage))
+    return json_reply(await until_hang_up(_whole(worker, job, shape), request.receive))
+
+
+async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:
+    text: list[str] = []
+    tokens: list[Token] = []
+    async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
+        async for piece in pieces:
+            text.append(piece.text)
+            tokens.extend(piece.tokens)
+        usage = await answer.settle()
+        return shape.whole("".join(text), tokens, answer, usage)
+
+
+async def _stream(
+    worker: Worker, job: AnswerJob, shape: Shape, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Frames of a stream; the first one when the first piece is there."""
+    async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
+        opening = shape.opening()
+        async for piece in pieces:
+            for chunk in [*opening, shape.piece(piece)]:
+                yield frame(chunk)
+            opening = []
+        usage = await answer.settle()
+        closing = [*opening, shape.finish(answer.finish_reason)]
+        if include_usage:
+            closing.append(shape.usage(answer))
+        closing[-1]["kv_transfer_params"] = usage.model_dump()
+        for chunk in closing:
+            yield frame(chunk)
+    yield DONE

@@ -1,0 +1,104 @@
+"""Pure ASGI middleware around every call: the cluster secret, the size of the body, and the count of it all."""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from workers.api.errors import RequestTooLarge, Unauthorized
+from workers.api.schemas import SECRET_HEADER
+from workers.metrics import WorkerMetrics
+from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply
+
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+
+
+class RequireSecret:
+    """Lets nobody in without the cluster secret, but to health and metrics."""
+
+    def __init__(self, app: ASGIApp, secret: str):
+        self._app = app
+        self._secret = secret.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows_secret(scope):
+            await self._app(scope, receive, send)
+            return
+        error = Unauthorized(f"the {SECRET_HEADER} header is missing or wrong")
+        await error_reply(error)(scope, receive, send)
+
+    def _knows_secret(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+        return secrets.compare_digest(given, self._secret)
+
+
+class LimitBody:
+    """Receives the whole body before the app does, and refuses one of more than `max_bytes`."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._receive(scope, receive)
+        except RequestTooLarge as error:
+            await error_reply(error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _receive(self, scope: Scope, receive: Receive) -> Message:
+        self._check(int(dict(scope["headers"]).get(b"content-length", b"0")))
+        parts: list[bytes] = []
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            self._check(sum(map(len, parts)))
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise RequestTooLarge(f"the body has {num_bytes} bytes or more; at most {self._max_bytes} are taken")
+
+
+def _replay(body: Message, receive: Receive) -> Receive:
+    """A `receive` that gives `body` first."""
+    messages = [body]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
+
+
+class CountCalls:
+    """Counts calls by route and status; a path that is no route counts as `other`."""
+
+    def __init__(self, app: ASGIApp, metrics: WorkerMetrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_CLOSED_REQUEST
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, str(status)).inc()

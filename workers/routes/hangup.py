@@ -1,0 +1,40 @@
+"""A client that hangs up stops the work that is done for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from workers.routes.replies import ClientGone
+
+R = TypeVar("R")
+
+
+async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive) -> R:
+    """The result of `work`, unless the client goes first: then `work` is cancelled, has ended, and `ClientGone` is
+    raised. The request's body must have been received."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        await _stop(working)
+        await _stop(gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report it as lost

@@ -1,0 +1,100 @@
+"""Taking over caches of other workers: `workers.handoff` with this worker's engine, pool, bundles and peers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mappers.cache import KVCache
+from workers.api.client import WorkerClient
+from workers.api.errors import InvalidRequest, KvrelayError
+from workers.api.schemas import TransferReply, TransferRequest
+from workers.bundles import Bundles
+from workers.engines.admission import Claim
+from workers.engines.base import Engine
+from workers.handoff import Handoffs, HandoffTarget
+from workers.metrics import WorkerMetrics
+from workers.pool.pool import Pool
+from workers.settings import WorkerSettings
+from workers.transports import readable_transports
+from workers.transports.readers import Readers
+
+PRIORITY = 10  # a transfer is an escalation: somebody has waited for one answer already
+
+
+class Transfers:
+    """Brings caches of configured peers into this worker's pool."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        pool: Pool,
+        bundles: Bundles,
+        metrics: WorkerMetrics,
+        connect: Callable[[str], WorkerClient],
+    ):
+        self.transports = readable_transports(cuda=settings.device != "cpu")
+        self.readers = Readers()
+        self._engine = engine
+        self._metrics = metrics
+        self._peers = {worker_id: connect(url) for worker_id, url in settings.peers.items()}
+        self._handoffs = Handoffs(
+            HandoffTarget(
+                pool=pool,
+                model=engine.model.name,
+                fingerprint=engine.model.fingerprint,
+                mappers=bundles.usable,
+                prefill_head=self._read_head,
+                run_step=self._run_step,
+                readers=self.readers,
+                transports=self.transports,
+            )
+        )
+
+    async def transfer(self, request: TransferRequest) -> TransferReply:
+        """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is not configured."""
+        peer = self._peer(request)
+        began = time.monotonic()
+        result = "cancelled"
+        try:
+            reply = await self._handoffs.transfer(request, peer=peer)
+            result = "ok"
+        except KvrelayError as error:
+            result = error.code
+            raise
+        finally:
+            self._metrics.transfers.labels(result).inc()
+            self._metrics.transfer_seconds.observe(time.monotonic() - began)
+        self._count(request, reply)
+        return reply
+
+    async def aclose(self) -> None:
+        await self._handoffs.aclose()
+        await asyncio.gather(*(peer.aclose() for peer in self._peers.values()))
+        await asyncio.to_thread(self.readers.close)
+
+    def _peer(self, request: TransferRequest) -> WorkerClient:
+        if request.source_worker not in self._peers:
+            known = ", ".join(sorted(self._peers)) or "none"
+            raise InvalidRequest(
+                f"unknown source_worker {request.source_worker!r}; configured peers: {known}", param="source_worker"
+            )
+        return self._peers[request.source_worker]
+
+    async def _read_head(self, token_ids: Sequence[int]) -> KVCache:
+        async with self._engine.sequence(Claim(priority=PRIORITY), len(token_ids)) as sequence:
+            await sequence.read(token_ids)
+            kv = sequence.kv(0, len(token_ids))
+            return KVCache(tuple(key.clone() for key in kv.keys), tuple(value.clone() for value in kv.values))
+
+    async def _run_step(self, step: Callable[[], Any]) -> Any:
+        return await self._engine.compute.run(step, priority=PRIORITY)
+
+    def _count(self, request: TransferRequest, reply: TransferReply) -> None:
+        mapped = max(0, reply.num_tokens - request.native_head)
+        self._metrics.transfer_tokens.inc(mapped)
+        self._metrics.transfer_bytes.inc(reply.bytes)
+        self._engine.rates.record("map", mapped, reply.map_ms / 1e3)

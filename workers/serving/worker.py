@@ -1,0 +1,130 @@
+"""`Worker`: the object graph of one worker process, from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import structlog
+
+from workers.api.client import WorkerClient
+from workers.api.errors import ModelNotFound
+from workers.api.schemas import WorkerInfo
+from workers.bundles import Bundles, load_bundles
+from workers.engines import load_engine
+from workers.engines.base import Engine
+from workers.metrics import WorkerMetrics
+from workers.pool.arena import create_arena, new_epoch
+from workers.pool.pool import Pool
+from workers.pool.segment import reclaim_dead_segments
+from workers.pool.tickets import TicketOffice
+from workers.serving.answer import Answerer
+from workers.serving.prefill import Prefiller
+from workers.serving.prompts import PromptReader
+from workers.serving.transfer import Transfers
+from workers.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+SWEEP_S = 1.0
+
+
+class Worker:
+    """Owns the engine, the pool and all that serves them. A context manager: leaving it frees everything."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        pool: Pool,
+        bundles: Bundles,
+        connect: Callable[[str], WorkerClient],
+    ):
+        self.settings = settings
+        self.engine = engine
+        self.pool = pool
+        self.bundles = bundles
+        self.draining = False
+        self.metrics = WorkerMetrics()
+        self.prompts = PromptReader(engine)
+        self.answerer = Answerer(engine, pool, self.metrics)
+        self.prefiller = Prefiller(
+            engine, pool, self.prompts, self.metrics, max_jobs=settings.max_running + settings.max_queue
+        )
+        self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
+        self.tickets = TicketOffice(pool, engine.model.name, engine.model.fingerprint)
+        self.metrics.watch(
+            num_running=lambda: engine.admission.num_running,
+            num_waiting=lambda: engine.admission.num_waiting,
+            kv_usage=lambda: pool.stats.used_blocks / pool.stats.num_blocks,
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Worker:
+        self._sweeper = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        await self.prefiller.aclose()
+        await self.transfers.aclose()
+        await self.engine.aclose()
+        self.prompts.close()
+        await asyncio.to_thread(self.pool.close)
+
+    @property
+    def info(self) -> WorkerInfo:
+        model, stats = self.engine.model, self.pool.stats
+        return WorkerInfo(
+            worker=self.settings.id,
+            model=model.name,
+            fingerprint=model.fingerprint,
+            engine=self.engine.name,
+            device=model.device,
+            layout=model.layout,
+            epoch=self.pool.epoch,
+            max_model_len=model.max_model_len,
+            transports=self.transfers.transports,
+            bundles=self.bundles.infos,
+            pool_blocks=stats.num_blocks,
+            free_blocks=stats.free_blocks,
+            rates=self.engine.rates.snapshot(),
+            pid=os.getpid(),
+        )
+
+    def check_model(self, name: str | None, param: str = "model") -> None:
+        """Raise `ModelNotFound` unless `name` is this worker's model (or no name was given)."""
+        if name not in (None, self.engine.model.name):
+            raise ModelNotFound(f"unknown model {name!r}; this worker runs {self.engine.model.name!r}", param=param)
+
+    async def _sweep(self) -> None:
+        """Free what has expired, and what dead peers still hold of our memory."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                self.pool.sweep()
+                await asyncio.to_thread(self.transfers.readers.sweep)
+            except Exception:
+                log.exception("sweep_failed")
+
+
+def build_worker(settings: WorkerSettings, secret: str) -> Worker:
+    """Load the model and the bundles and take the pool's memory. Takes seconds. Raises `SettingsError`, and
+    `KvrelayError` where the pool does not fit."""
+    engine = load_engine(settings)
+    bundles = load_bundles(
+        settings.bundles,
+        target_fingerprint=engine.model.fingerprint,
+        gate=settings.gate,
+        device=settings.device,
+    )
+    reclaim_dead_segments()
+    kind = "shm" if settings.device == "cpu" else "cuda_ipc"
+    arena = create_arena(kind, engine.model.layout, settings.pool_bytes, worker=settings.id, epoch=new_epoch())
+    return Worker(settings, engine, Pool(arena), bundles, lambda url: WorkerClient(url, secret))
