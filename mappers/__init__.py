@@ -18,6 +18,7 @@ from mappers.errors import (
     UnknownMethod,
     UnsupportedModel,
 )
+from mappers.evaluate import Protocol, evaluate
 from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
 from mappers.fit import fit
 from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
@@ -38,12 +39,14 @@ __all__ = [
     "Manifest",
     "Mapper",
     "MapperError",
+    "Protocol",
     "RankDeficient",
     "TokenizerMismatch",
     "UnknownFamily",
     "UnknownMethod",
     "UnsupportedModel",
     "content_digest",
+    "evaluate",
     "fingerprint",
     "fit",
     "load",

@@ -73,6 +73,14 @@ def content_digest(folder: str | Path, cache_folder: Path | None = None) -> str:
     return _remembered("content", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The Hugging Face config of a model folder, as it stands there."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise UnsupportedModel(f"{folder} is no model folder: it has no config.json")
+    return _json(path)
+
+
 def tokenizer_digest(folder: str | Path) -> str | None:
     """SHA-256 over the tokenizer's vocabulary and rules and the chat template; None if the folder has no tokenizer."""
     folder = Path(folder)

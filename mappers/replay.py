@@ -24,15 +24,9 @@ def replay(
     """
     if not 0 <= head <= num_tokens <= len(token_ids) or num_tokens == 0:
         raise MapperError(f"head {head}, num_tokens {num_tokens}: need 0 <= head <= num_tokens <= {len(token_ids)}")
-    prefix = token_ids[:num_tokens]
-    return hand_over(mapper, read(source_model, prefix), read(target_model, prefix[:head]) if head else None)
-
-
-def hand_over(mapper: Mapper, source: KVCache, native_head: KVCache | None) -> KVCache:
-    """`native_head`, then the map of the source's cache behind it."""
-    if native_head is None:
-        return mapper.map(source)
-    head = native_head.num_tokens
-    if head == source.num_tokens:
-        return native_head
-    return KVCache.concatenate([native_head, mapper.map(source.slice(head, source.num_tokens))])
+    parts = []
+    if head:
+        parts.append(read(target_model, token_ids[:head]))
+    if head < num_tokens:
+        parts.append(mapper.map(read(source_model, token_ids[:num_tokens]).slice(head, num_tokens)))
+    return KVCache.concatenate(parts)

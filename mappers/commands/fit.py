@@ -1,0 +1,110 @@
+"""Fit a mapper from one model's KV cache to another's, and write it as a bundle.
+
+    kvrelay fit smol
+    kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mappers import methods
+from mappers.bundle import save
+from mappers.collect import planned_bytes
+from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
+from mappers.errors import MapperError
+from mappers.families import find_family
+from mappers.fingerprint import read_config
+from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, fit
+from mappers.manifest import Gate, Manifest
+from mappers.models import geometry_of, local_folder
+
+DEFAULT_TOKENS = 100_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        pair, out = _resolve(options)
+        say(_plan(pair, options))
+        mapper = fit(
+            pair.source,
+            pair.target,
+            pair.documents("calibrate"),
+            method=options.method,
+            layers=options.layers,
+            joint=options.joint,
+            head=options.head,
+            tokens=options.tokens,
+            precision=options.precision,
+            data=f"{pair.corpus}, split calibrate",
+            gate=_gate(options),
+            device=options.device,
+            progress=Meter("tokens"),
+        )
+        print(_described(save(mapper, out).manifest))
+        print(f"written to {out}")
+    except MapperError as error:
+        print(f"kvrelay fit: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", nargs="?", help="an embedded family, in place of the three options that follow")
+    add_pair_options(parser)
+    parser.add_argument("--out", metavar="FOLDER", help="where the bundle goes (default: the family's own place)")
+    parser.add_argument("--method", default="ridge", help=f"one of {', '.join(sorted(methods.METHODS))}")
+    parser.add_argument("--layers", type=int, default=DEFAULT_LAYERS, help="source layers a target layer, at most")
+    parser.add_argument("--joint", action="store_true", help="compute keys from keys and values, and values as well")
+    parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="tokens to read (default %(default)s)")
+    parser.add_argument("--head", type=int, default=DEFAULT_HEAD, help="first tokens that are left out of the fit")
+    parser.add_argument("--precision", choices=("float16", "float32"), default="float16", help="of the stored weights")
+    parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
+    parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
+    return parser
+
+
+def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:
+    if options.family is None:
+        if options.out is None:
+            raise MapperError("--out missing: where is the bundle to go?")
+        return pair_of_options(options), options.out
+    family = find_family(options.family)
+    return pair_of_family(family, options), options.out or str(family.bundle)
+
+
+def _plan(pair: Pair, options: argparse.Namespace) -> str:
+    source, target = (geometry_of(read_config(local_folder(name))) for name in (pair.source, pair.target))
+    needed = planned_bytes(source, target, options.joint)
+    return (
+        f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
+        f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {needed / 1e9:.1f} GB beside the models"
+    )
+
+
+def _gate(options: argparse.Namespace) -> Gate | None:
+    given: dict[str, Any] = {n: getattr(options, n) for n in ("max_ppl_ratio", "min_top1")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return Gate(**given) if given else None
+
+
+def _described(manifest: Manifest) -> str:
+    rows = [f"bundle {manifest.bundle_id}, {manifest.calibration.num_tokens} tokens, layers copied: "]
+    rows[0] += ", ".join(map(str, manifest.copied_layers)) or "none"
+    for layer, spec in enumerate(manifest.layers):
+        if layer not in manifest.copied_layers:
+            parts = [f"{kind} {_output(spec.of(kind))}" for kind in ("keys", "values")]
+            rows.append(f"layer {layer:3d}   " + "   ".join(parts))
+    return "\n".join(rows)
+
+
+def _output(spec: Any) -> str:
+    layers = ",".join(map(str, sorted({*spec.key_layers, *spec.value_layers})))
+    return f"{spec.method} of {layers}" + (f" (R² {spec.r2:.3f})" if spec.r2 is not None else "")

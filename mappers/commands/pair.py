@@ -1,0 +1,84 @@
+"""What `kvrelay fit` and `kvrelay eval` work on: two models and text, named one by one or as a family."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mappers.data import Conversation, Split, documents, read_conversations
+from mappers.errors import MapperError
+from mappers.families import Family
+from mappers.models import load_tokenizer
+
+EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Source and target as folders or hub names, and the conversations at hand, `corpus` by name."""
+
+    source: str
+    target: str
+    corpus: str
+    conversations: Callable[[], list[Conversation]]
+
+    def documents(self, split: Split) -> Iterator[list[int]]:
+        """Token ids of one split's conversations, by the target's tokenizer."""
+        return documents(self.conversations(), split, load_tokenizer(self.target))
+
+
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", metavar="MODEL", help="small model: a folder or a hub name")
+    parser.add_argument("--target", metavar="MODEL", help="large model: a folder or a hub name")
+    parser.add_argument(
+        "--data", metavar="FILE", help="JSON lines of {messages: [...]}, ShareGPT JSON, or plain text"
+    )
+    parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
+
+
+def pair_of_family(family: Family, options: argparse.Namespace) -> Pair:
+    """The family's own models and text, prepared; `--data` replaces the text."""
+    family.prepare(say)
+    if options.data:
+        return Pair(str(family.source), str(family.target), Path(options.data).name, _reader(options.data))
+    return Pair(str(family.source), str(family.target), family.corpus, family.conversations)
+
+
+def pair_of_options(options: argparse.Namespace) -> Pair:
+    """The pair that the options name. Raises `MapperError` for one that is missing."""
+    missing = [f"--{name}" for name in ("source", "target", "data") if getattr(options, name) is None]
+    if missing:
+        raise MapperError(f"{', '.join(missing)} missing; without them, name a family")
+    return Pair(options.source, options.target, Path(options.data).name, _reader(options.data))
+
+
+def say(line: str) -> None:
+    """Tell progress on stderr; stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Meter:
+    """Says how far a count has come and how long the rest will take, every few seconds."""
+
+    def __init__(self, unit: str):
+        self._unit = unit
+        self._began = self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if now - self._said < EVERY_S and done != total:
+            return
+        self._said = now
+        if total is None:
+            say(f"{done} {self._unit}")
+        else:
+            rest_s = (now - self._began) * max(0, total - done) / max(1, done)
+            say(f"{done} of {total} {self._unit}, {rest_s:.0f} s to go")
+
+
+def _reader(path: str) -> Callable[[], list[Conversation]]:
+    return lambda: read_conversations(path)

@@ -1,0 +1,42 @@
+"""Embedded families by name: pairs of models with a bundle, registered by other packages as entry points.
+
+An entry of group `kvrelay.families` is a function without arguments that returns a `Family`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from mappers.data import Conversation
+from mappers.errors import UnknownFamily
+
+GROUP = "kvrelay.families"
+
+
+class Family(Protocol):
+    """Two model folders, which `prepare` makes if they are not there yet, the bundle between them, and the text that
+    it is fitted and judged on (`corpus` is the text's name)."""
+
+    @property
+    def source(self) -> Path: ...
+    @property
+    def target(self) -> Path: ...
+    @property
+    def bundle(self) -> Path: ...
+    @property
+    def corpus(self) -> str: ...
+    @property
+    def prepare(self) -> Callable[[Callable[[str], None]], None]: ...
+    @property
+    def conversations(self) -> Callable[[], list[Conversation]]: ...
+
+
+def find_family(name: str) -> Family:
+    """The family registered under `name`. Raises `UnknownFamily` naming those that are."""
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in known:
+        raise UnknownFamily(f"{name!r} is neither a bundle nor a family; known families: {', '.join(sorted(known))}")
+    return cast(Family, known[name].load()())

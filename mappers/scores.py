@@ -1,0 +1,91 @@
+"""From next-token distributions to the figures of an evaluation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mappers.manifest import ArmScore
+
+RESAMPLES = 2000
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """One arm on one document at one prefix length, against the target's native cache. `kl` is nats a token, (N,)."""
+
+    arm: str
+    document: int
+    length: int
+    log_ratio: float  # mean log-loss of the arm less that of the native cache
+    top1: float
+    kl: Tensor
+
+
+def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor, tokens: Tensor) -> Score:
+    """Score log-probabilities `other` against `native`, (N, vocabulary) each, on the true `tokens` (N,)."""
+    losses = [-log_probs.gather(1, tokens[:, None]).mean() for log_probs in (native, other)]
+    return Score(
+        arm,
+        document,
+        length,
+        log_ratio=float(losses[1] - losses[0]),
+        top1=float((native.argmax(-1) == other.argmax(-1)).float().mean()),
+        kl=(native.exp() * (native - other)).sum(-1).cpu(),
+    )
+
+
+def summarise(scores: Iterable[Score], arms: Iterable[str]) -> tuple[ArmScore, ...]:
+    """One row an arm, in the order of `arms`: means over documents at each length, then over lengths."""
+    by_arm: dict[str, list[Score]] = defaultdict(list)
+    for score in scores:
+        by_arm[score.arm].append(score)
+    return tuple(_row(arm, by_arm[arm]) for arm in arms if by_arm[arm])
+
+
+def _row(arm: str, scores: list[Score]) -> ArmScore:
+    low, high = _interval(_table(scores, [score.log_ratio for score in scores]))
+    kl = torch.cat([score.kl for score in scores])
+    return ArmScore(
+        arm=arm,
+        ppl_ratio=round(_mean_exp(_table(scores, [score.log_ratio for score in scores])), 6),
+        ppl_low=round(low, 6),
+        ppl_high=round(high, 6),
+        top1=round(float(_mean(_table(scores, [score.top1 for score in scores]))), 6),
+        kl_mean=round(float(_mean(_table(scores, [float(score.kl.mean()) for score in scores]))), 6),
+        kl_p95=round(float(kl.quantile(0.95)), 6),
+    )
+
+
+def _table(scores: list[Score], figures: list[float]) -> Tensor:
+    """(documents, lengths), NaN where a document was not scored at a length."""
+    rows = {document: row for row, document in enumerate(dict.fromkeys(score.document for score in scores))}
+    columns = {length: column for column, length in enumerate(dict.fromkeys(score.length for score in scores))}
+    table = torch.full((len(rows), len(columns)), torch.nan, dtype=torch.float64)
+    for score, figure in zip(scores, figures, strict=True):
+        table[rows[score.document], columns[score.length]] = figure
+    return table
+
+
+def _mean(table: Tensor) -> Tensor:
+    """Mean over documents, then over lengths, of (..., documents, lengths)."""
+    return table.nanmean(-2).nanmean(-1)
+
+
+def _mean_exp(table: Tensor) -> float:
+    return float(_mean(table).exp())
+
+
+def _interval(table: Tensor) -> tuple[float, float]:
+    """Bootstrap 95% interval of the ratio, whole documents resampled."""
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = torch.randint(len(table), (RESAMPLES, len(table)), generator=generator)
+    ratios = _mean(table[drawn]).exp()
+    ratios = ratios[ratios.isfinite()]
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
