@@ -7,10 +7,12 @@ output folder; put it into `workers/families/smol/`, prepare again, and refit th
 from __future__ import annotations
 
 import argparse
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from threading import Event
 
 from workers.families.smol import family, prepare_large
 from workers.families.sources import cache_folder
@@ -45,9 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = list(islice(windows, 1 + options.tokens // recipe.sequence))
     say(f"{len(wanted)} windows of {recipe.sequence} tokens")
     teacher = AutoModelForCausalLM.from_pretrained(smol.target, dtype=torch.float32).eval()
-    result = HealRun(teacher.to(options.device), recipe, options.out, say).train(wanted, options.tokens)
+    run = HealRun(teacher.to(options.device), recipe, options.out, say, stop=_on_signal())
+    result = run.train(wanted, options.tokens)
     say(f"adapters are in {result}")
     return 0
+
+
+def _on_signal() -> Callable[[], bool]:
+    """Whether SIGTERM or SIGINT came: the step in hand is finished and kept."""
+    raised = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: raised.set())
+    return raised.is_set
 
 
 def say(line: str) -> None:

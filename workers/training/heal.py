@@ -15,7 +15,6 @@ Knows nothing of mapping or of workers. Source of the idea: Minitron, https://ar
 from __future__ import annotations
 
 import copy
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,11 +130,11 @@ class HealRun:
     recipe: HealRecipe
     folder: Path
     log: Callable[[str], None]
+    stop: Callable[[], bool] = lambda: False
     checkpoint_every_s: float = 600.0
 
     def train(self, documents: Sequence[Tensor], num_tokens: int) -> Path:
-        """Train until `num_tokens` tokens were seen. Returns the adapters' path. SIGTERM and SIGINT end it early,
-        after the step in hand, with a checkpoint."""
+        """Train until `num_tokens` tokens were seen, or until `stop()` after some step. Returns the adapters' path."""
         windows = [d[: self.recipe.sequence].long() for d in documents if len(d) >= self.recipe.sequence]
         num_steps = num_tokens // (self.recipe.batch * self.recipe.sequence)
         if len(windows) < self.recipe.batch:
@@ -146,10 +145,9 @@ class HealRun:
         sibling = Sibling(self.teacher.requires_grad_(False), self.recipe).to(self.teacher.device)
         optimizer = torch.optim.AdamW(sibling.trainable, betas=(0.9, 0.99), weight_decay=0.0)
         step = self._resume(sibling, optimizer)
-        stop = _StopFlag()
         started = saved = time.monotonic()
         first, average = step, None
-        while step < num_steps and not stop.raised:
+        while step < num_steps and not self.stop():
             torch.manual_seed(self.recipe.seed + step)
             batch = self._batch(windows, step).to(self.teacher.device)  # (B, T)
             for group in optimizer.param_groups:
@@ -203,15 +201,3 @@ class HealRun:
         metadata = {"kept": ",".join(map(str, self.recipe.kept)), "num_tokens": str(num_tokens)}
         lowrank.save(result, sibling.layers, metadata)
         return result
-
-
-class _StopFlag:
-    """Raised by SIGTERM or SIGINT in place of an exception, so that the step in hand is finished."""
-
-    def __init__(self) -> None:
-        self.raised = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._raise)
-
-    def _raise(self, *_: object) -> None:
-        self.raised = True

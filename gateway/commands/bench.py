@@ -1,0 +1,219 @@
+"""`kvrelay bench`: what an escalated turn waits for, with and without the handoff.
+
+Arms, interleaved, each on documents of its own so that none finds another's cache:
+  A  the large model reads the whole prompt: the faster of our engine and plain transformers
+  B  the small model first, then the large one; each reuses its own cache only
+  C  the small model first, then the large one over the handed-over cache
+  D  the large model alone, from arrival, with its own cache
+Each is taken cold (a new document) and warm (the next question about it). Medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from gateway.commands import family
+from gateway.commands.client import Answer, RequestFailed, chat
+from gateway.commands.documents import Documents
+from gateway.commands.stack import Stack, StackError
+from gateway.commands.table import render
+
+ARMS: dict[str, dict[str, Any]] = {
+    "A": {"model": "large", "options": {"no_cache": True}},
+    "B": {"model": "auto", "options": {"policy": "always_escalate", "exact": True}},
+    "C": {"model": "auto", "options": {"policy": "always_escalate"}},
+    "D": {"model": "large", "options": {}},
+}
+QUESTIONS = ("What is said about the third entry? Answer in one sentence.", "And about the one after it?")
+ANSWER_TOKENS = 8
+PLAIN = "plain_transformers"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured turn; times in milliseconds, `length` the tokens of the document."""
+
+    arm: str
+    length: int
+    repeat: int
+    warm: bool
+    ttft_ms: float
+    path: str
+    handoff_ttft_ms: float | None = None
+    prefill_ms: float | None = None
+    map_ms: float | None = None
+    copy_ms: float | None = None
+    bytes: int | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", default=family.DEFAULT_FAMILY)
+    parser.add_argument("--lengths", type=_lengths, default=_lengths("512,1024,2048,4096"), metavar="N,N,...")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the medians to FILE")
+    options = parser.parse_args(argv)
+    try:
+        report = _run(options.family, options.lengths, options.repeats)
+    except (StackError, RequestFailed, httpx.HTTPError) as error:
+        print(f"kvrelay bench: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(_table(report))
+    return 0
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [int(part) for part in text.split(",")]
+    if not lengths or min(lengths) < 64:
+        raise argparse.ArgumentTypeError(f"{text}: lengths are whole numbers of at least 64 tokens, parted by commas")
+    return lengths
+
+
+def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
+    folders = family.prepare(name)
+    with TemporaryDirectory(prefix="kvrelay-bench-") as scratch:
+        config = family.configuration(name, folders)
+        secret = family.cluster_secret(Path(scratch) / "secret")
+        with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
+            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
+            documents = Documents(stack.workers["large-0"].url, secret.read_text().strip())
+            http = httpx.Client(base_url=stack.url, timeout=300, trust_env=False)
+            with http, Plain(folders["large"]) as plain:
+                _warm_up(http, documents)
+                rows = list(_measure(http, plain, documents, lengths, repeats))
+            memory = {worker: _peak_memory(child.pid) for worker, child in stack.workers.items()}
+    return {
+        "machine": {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
+        "commit": _commit(),
+        "rows": [asdict(row) for row in rows],
+        "summary": _summary(rows),
+        "peak_memory_bytes": memory,
+    }
+
+
+def _warm_up(http: httpx.Client, documents: Documents) -> None:
+    """Every path once, so that no arm pays for first-time allocations or for rates that nobody knows yet."""
+    for arm in ARMS:
+        list(_turns(http, arm, documents.of_length(512, f"warm-up {arm}")))
+
+
+def _measure(
+    http: httpx.Client, plain: Plain, documents: Documents, lengths: Sequence[int], repeats: int
+) -> Iterator[Row]:
+    for repeat in range(repeats):
+        for length in lengths:
+            for shift in range(len(ARMS)):
+                arm = list(ARMS)[(shift + repeat) % len(ARMS)]
+                document = documents.of_length(length, f"{arm} {length} {repeat}")
+                for warm, answer in enumerate(_turns(http, arm, document)):
+                    yield _row(arm, length, repeat, bool(warm), answer)
+            ids = documents.token_ids(documents.of_length(length, f"{PLAIN} {length} {repeat}"), QUESTIONS[0])
+            yield Row("A", length, repeat, False, plain.prefill_ms(ids), PLAIN)
+            print(f"  {length} tokens, repeat {repeat + 1}/{repeats}", flush=True)
+
+
+def _turns(http: httpx.Client, arm: str, document: str) -> Iterator[Answer]:
+    messages = [{"role": "system", "content": document}]
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answer = chat(http, messages, max_tokens=ANSWER_TOKENS, **ARMS[arm])
+        messages.append({"role": "assistant", "content": answer.text})
+        yield answer
+
+
+def _row(arm: str, length: int, repeat: int, warm: bool, answer: Answer) -> Row:
+    told = answer.kvrelay
+    measured = {key: told.get(key) for key in ("handoff_ttft_ms", "prefill_ms", "map_ms", "copy_ms", "bytes")}
+    return Row(arm, length, repeat, warm, answer.ttft_ms, str(told.get("path")), **measured)
+
+
+def _summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Medians. For arm A cold, of our engine or of plain transformers, whichever is faster."""
+    summary = []
+    for arm, length, warm in sorted({(row.arm, row.length, row.warm) for row in rows}):
+        chosen = [row for row in rows if (row.arm, row.length, row.warm) == (arm, length, warm)]
+        readers = {row.path == PLAIN for row in chosen}
+        ttft = min(statistics.median(r.ttft_ms for r in chosen if (r.path == PLAIN) == reader) for reader in readers)
+        handoffs = [row.handoff_ttft_ms for row in chosen if row.handoff_ttft_ms is not None]
+        handoff = statistics.median(handoffs) if handoffs else None
+        summary.append({"arm": arm, "length": length, "warm": warm, "ttft_ms": ttft, "handoff_ttft_ms": handoff})
+    return summary
+
+
+def _table(report: dict[str, Any]) -> str:
+    baseline = {(s["length"], s["warm"]): s["ttft_ms"] for s in report["summary"] if s["arm"] == "A"}
+    rows = [
+        [s["length"], "warm" if s["warm"] else "cold", s["arm"], s["ttft_ms"], s["handoff_ttft_ms"]]
+        + [_share(s["handoff_ttft_ms"], baseline[s["length"], s["warm"]])]
+        for s in sorted(report["summary"], key=lambda s: (s["length"], s["warm"], s["arm"]))
+    ]
+    memory = ", ".join(f"{worker} {size / 2**20:.0f} MiB" for worker, size in report["peak_memory_bytes"].items())
+    head = ["tokens", "cache", "arm", "TTFT ms", "handoff TTFT ms", "handoff / A"]
+    return "\n" + render(head, rows) + f"\n\npeak memory: {memory}"
+
+
+def _share(handoff_ms: float | None, baseline_ms: float) -> str:
+    return f"1/{baseline_ms / handoff_ms:.1f}" if handoff_ms else "-"
+
+
+class Plain:
+    """`workers.plain` as a child process: plain transformers, with as many threads as a worker has."""
+
+    def __init__(self, model: str):
+        threads = str(len(os.sched_getaffinity(0)))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "workers.plain", model, "--threads", threads],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __enter__(self) -> Plain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def prefill_ms(self, token_ids: list[int]) -> float:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(token_ids) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise StackError("plain transformers ended early; run `python -m workers.plain` by hand to see why")
+        return float(json.loads(line)["prefill_ms"])
+
+
+def _peak_memory(pid: int) -> int:
+    """The most memory that a process had resident, in bytes (Linux)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _commit() -> str | None:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or None

@@ -1,0 +1,83 @@
+"""`kvrelay up`: start a small worker, a large worker and the gateway, and keep them until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from gateway.commands import family
+from gateway.commands.stack import Stack, StackError, port_is_free
+
+MAX_RESTARTS = 5
+EXAMPLE = (
+    '{"model": "auto", "max_tokens": 40, '
+    '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kvrelay up", description=__doc__)
+    parser.add_argument("--config", type=Path, help="a kvrelay.yaml; without one, the embedded family is served")
+    parser.add_argument("--family", default=family.DEFAULT_FAMILY, help="embedded family (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="the gateway's port (default %(default)s)")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        config = options.config or _embedded(options.family, options.port)
+        return _serve(config)
+    except (StackError, OSError, yaml.YAMLError) as error:
+        print(f"kvrelay up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+        return 0
+
+
+def _embedded(name: str, port: int) -> Path:
+    _check_port(port)
+    folders = family.prepare(name)
+    return family.write(family.configuration(name, folders, port=port), family.home() / "run" / "kvrelay.yaml")
+
+
+def _check_port(port: int) -> None:
+    if not port_is_free(port):
+        raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
+
+
+def _serve(config: Path) -> int:
+    secret = family.cluster_secret(family.home() / "secret")
+    print("starting the workers and the gateway", flush=True)
+    with Stack(config, secret, family.home() / "run") as stack:
+        stack.wait_ready(lambda line: print(f"  {line}", flush=True))
+        print(_welcome(stack.url), flush=True)
+        return _supervise(stack)
+
+
+def _supervise(stack: Stack) -> int:
+    """Start a worker again when it ends by itself; give up when the gateway does, or when it happens too often."""
+    for _ in range(MAX_RESTARTS):
+        ended = stack.wait_for_an_end()
+        print(f"{ended.name} ended with status {ended.process.returncode}; its log is {ended.log}", file=sys.stderr)
+        if ended is stack.gateway:
+            return 1
+        stack.start_worker(ended.name)
+    print(f"kvrelay up: workers ended {MAX_RESTARTS} times; giving up", file=sys.stderr)
+    return 1
+
+
+def _welcome(url: str) -> str:
+    return f"""
+kvrelay answers at {url}/v1 (metrics: {url}/metrics). Try:
+
+  curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{EXAMPLE}'
+
+Ctrl-C stops everything."""
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

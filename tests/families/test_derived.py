@@ -1,0 +1,66 @@
+"""Folders that are computed on the user's machine: made whole or not at all, once, under a recipe's fingerprint."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from workers.families.derived import is_made, make, recipe_fingerprint
+
+
+def weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+
+def test_a_finished_folder_is_not_made_again(tmp_path: Path) -> None:
+    fingerprint = recipe_fingerprint("a")
+    make(tmp_path / "model", fingerprint, weights)
+    assert is_made(tmp_path / "model", fingerprint)
+
+    def fail(_: Path) -> None:
+        raise AssertionError("made again")
+
+    make(tmp_path / "model", fingerprint, fail)
+
+
+def test_another_recipe_takes_its_place(tmp_path: Path) -> None:
+    make(tmp_path / "model", recipe_fingerprint("a"), weights)
+    make(tmp_path / "model", recipe_fingerprint("b"), weights)
+    assert is_made(tmp_path / "model", recipe_fingerprint("b"))
+    assert not is_made(tmp_path / "model", recipe_fingerprint("a"))
+
+
+def test_a_failed_build_leaves_the_old_folder_and_no_scratch(tmp_path: Path) -> None:
+    fingerprint = recipe_fingerprint("a")
+    make(tmp_path / "model", fingerprint, weights)
+
+    def fail(folder: Path) -> None:
+        weights(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make(tmp_path / "model", recipe_fingerprint("b"), fail)
+    assert is_made(tmp_path / "model", fingerprint)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
+
+
+def test_two_callers_at_once_build_once(tmp_path: Path) -> None:
+    built, fingerprint = [], recipe_fingerprint("a")
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        weights(folder)
+
+    threads = [threading.Thread(target=make, args=(tmp_path / "model", fingerprint, build)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+
+
+def test_the_fingerprint_is_of_every_part() -> None:
+    assert recipe_fingerprint("a", "b") != recipe_fingerprint("a", "c") != recipe_fingerprint("ab", "c")
+    assert recipe_fingerprint("ab", "c") != recipe_fingerprint("a", "bc")

@@ -1,0 +1,126 @@
+"""Healing on a tiny random teacher: the shared part, a full resume, and what is merged in the end."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from workers.families.smol import COPIED_FILES, merge
+from workers.training.heal import HealRecipe, HealRun, Sibling, distillation_loss
+from workers.training.lowrank import load_deltas
+
+RECIPE = HealRecipe(kept=(0, 1, 3, 5), adapted=(3, 5), rank=4, sequence=32, batch=2, warmup_steps=2)
+
+
+@pytest.fixture
+def teacher() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(64, (40,), generator=generator) for _ in range(8)]
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def run(teacher: LlamaForCausalLM, folder: Path) -> HealRun:
+    return HealRun(teacher, RECIPE, folder, quiet)
+
+
+def test_layers_below_the_first_change_are_shared() -> None:
+    assert RECIPE.num_shared == 2
+    assert HealRecipe(kept=(0, 1, 2), adapted=()).num_shared == 3
+    assert HealRecipe(kept=(0, 1, 2), adapted=(0,)).num_shared == 0
+
+
+@pytest.mark.parametrize(("kept", "adapted"), [((1, 0), ()), ((0, 0), ()), ((0, 1), (2,))])
+def test_a_recipe_that_makes_no_sense_is_refused(kept: tuple[int, ...], adapted: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="kept"):
+        HealRecipe(kept=kept, adapted=adapted)
+
+
+def test_training_brings_the_sibling_closer(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
+    batch = torch.stack([d[:32] for d in documents[:4]])
+    teacher.requires_grad_(False)
+    sibling = Sibling(teacher, RECIPE)
+    optimizer = torch.optim.Adam(sibling.trainable, lr=1e-2)
+    losses = []
+    for _ in range(30):
+        torch.manual_seed(0)
+        loss, _ = distillation_loss(teacher, sibling, RECIPE, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
+) -> None:
+    whole = load_file(run(teacher, tmp_path / "whole").train(documents, 8 * 64))
+    asked = count()
+    HealRun(teacher, RECIPE, tmp_path / "parts", quiet, stop=lambda: next(asked) == 3).train(documents, 8 * 64)
+    resumed = load_file(run(teacher, tmp_path / "parts").train(documents, 8 * 64))
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor)
+
+
+def test_a_run_of_another_recipe_is_not_taken_up(
+    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
+) -> None:
+    run(teacher, tmp_path).train(documents, 64)
+    other = HealRun(teacher, HealRecipe(kept=(0, 1, 2), adapted=(2,), sequence=32), tmp_path, quiet)
+    with pytest.raises(ValueError, match="another recipe"):
+        other.train(documents, 64)
+
+
+def test_documents_that_are_too_short_are_named(teacher: LlamaForCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0 documents of 32 tokens or more; a batch needs 2"):
+        run(teacher, tmp_path).train([torch.zeros(5)], 64)
+
+
+def test_the_merged_model_is_the_trained_one(
+    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
+) -> None:
+    """Merged weights give the hidden states that the layers with their adapters gave, up to float16 of the file."""
+    adapters = run(teacher, tmp_path / "run").train(documents, 4 * 64)
+    teacher.save_pretrained(tmp_path / "teacher")
+    for name in COPIED_FILES:
+        (tmp_path / "teacher" / name).touch()
+    (tmp_path / "small").mkdir()
+    merge(tmp_path / "teacher", adapters, tmp_path / "small")
+    merged = load_file(tmp_path / "small" / "model.safetensors")
+    deltas, metadata = load_deltas(adapters)
+    assert metadata["kept"] == "0,1,3,5"
+    assert json.loads((tmp_path / "small" / "config.json").read_text())["num_hidden_layers"] == 4
+    own = teacher.state_dict()
+    for index, layer in enumerate(RECIPE.kept):
+        for part in ("self_attn.k_proj", "mlp.down_proj"):
+            expected = own[f"model.layers.{layer}.{part}.weight"] + deltas.get(f"{index}.{part}", torch.zeros(()))
+            torch.testing.assert_close(merged[f"model.layers.{index}.{part}.weight"], expected)
+    assert deltas["3.self_attn.k_proj"].abs().max() > 0
+    small = LlamaForCausalLM.from_pretrained(tmp_path / "small")
+    assert torch.isfinite(small(documents[0][None]).logits).all()
