@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint
-from mappers.models import geometry_of, load_tokenizer
+from mappers.models import geometry_of, load_tokenizer, local_folder
 from workers.api.schemas import KVLayout
 from workers.engines.admission import Admission
 from workers.engines.base import ModelInfo
@@ -25,22 +24,23 @@ def load(settings: WorkerSettings) -> TransformersEngine:
     """The engine of one worker, its model in memory. Raises `SettingsError`."""
     torch.set_num_threads(settings.num_threads)  # this thread loads the weights
     try:
-        model = _load_model(settings)
-        info = _describe(settings, model)
-        tokenizer = Tokenizer(load_tokenizer(settings.model), model=info.name, vocab_size=info.vocab_size)
+        folder = local_folder(settings.model)
+        model = _load_model(settings, folder)
+        info = _describe(settings, folder, model)
+        tokenizer = Tokenizer(load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size)
     except MapperError as error:
         raise SettingsError(f"worker {settings.id!r}: {error}") from error
     admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)
     return TransformersEngine(model, info, tokenizer, admission, settings.num_threads)
 
 
-def _load_model(settings: WorkerSettings) -> PreTrainedModel:
+def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
     device = torch.device(settings.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"worker {settings.id!r}: device {settings.device!r}, but there is no CUDA device here")
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(device)
+            folder, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(device)
         )
     except (OSError, ValueError) as error:
         raise SettingsError(f"worker {settings.id!r}: cannot load model {settings.model!r}: {error}") from error
@@ -48,11 +48,11 @@ def _load_model(settings: WorkerSettings) -> PreTrainedModel:
     return loaded
 
 
-def _describe(settings: WorkerSettings, model: PreTrainedModel) -> ModelInfo:
+def _describe(settings: WorkerSettings, folder: Path, model: PreTrainedModel) -> ModelInfo:
     geometry = geometry_of(model.config)
     return ModelInfo(
         name=settings.model_name,
-        fingerprint=fingerprint(_folder(settings.model)),
+        fingerprint=fingerprint(folder),
         layout=KVLayout(
             num_layers=geometry.num_layers,
             num_kv_heads=geometry.num_kv_heads,
@@ -83,12 +83,3 @@ def _eos_ids(*configs: Any) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-def _folder(model: str) -> Path:
-    """The folder of a model's files: itself, or the hub's local copy of it."""
-    if Path(model).is_dir():
-        return Path(model)
-    config = cached_file(model, "config.json")
-    assert config is not None, "the model was loaded from there"
-    return Path(config).parent

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.workers.engines import tiny
+from workers.engines import load_engine
+from workers.engines.base import Engine
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path) -> LlamaForCausalLM:
+    return tiny.reference(folder)
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[Engine]:
+    engine = load_engine(tiny.settings_for(folder, max_running=2, max_queue=2))
+    yield engine
+    await engine.aclose()
