@@ -13,7 +13,7 @@ def choose_victims(entries: Iterable[CacheEntry], users: Sequence[int], needed: 
 
     `entries` come in that order. `users[b]` counts who uses block b, each cache that holds it being one: a block comes
     free when its last user goes, so a block that a lease or a running request also uses never does. A cache whose going
-    frees nothing is spared.
+    turns out to be unnecessary (its blocks are shared, or pinned) is spared.
     """
     dropped: Counter[int] = Counter()
     freed: set[int] = set()
@@ -26,4 +26,13 @@ def choose_victims(entries: Iterable[CacheEntry], users: Sequence[int], needed: 
         chosen.append(entry)
     if len(freed) < needed:
         return None
-    return [entry for entry in chosen if not freed.isdisjoint(entry.blocks)]
+    return [entry for entry in reversed(chosen) if not _spared(entry, freed, needed)][::-1]
+
+
+def _spared(entry: CacheEntry, freed: set[int], needed: int) -> bool:
+    """Whether enough comes free without this cache; if so, `freed` loses its blocks."""
+    kept = freed.intersection(entry.blocks)
+    if len(freed) - len(kept) < needed:
+        return False
+    freed -= kept
+    return True

@@ -14,18 +14,20 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_by_key: dict[bytes, int] = {}
         self._key_by_block: dict[int, bytes] = {}
+        self._cache_by_block: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._block_by_key)
 
-    def add(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Key i names block i. Of two blocks with one key the newer is kept: it lives longer."""
+    def add(self, keys: Sequence[bytes], blocks: Sequence[int], cache_id: str) -> None:
+        """Key i names block i, which that cache uses. Of two blocks with one key the newer is kept: it lives longer."""
         for key, block in zip(keys, blocks, strict=False):
             before = self._block_by_key.get(key)
             if before is not None:
-                del self._key_by_block[before]
+                self._key_by_block.pop(before)
             self._block_by_key[key] = block
             self._key_by_block[block] = key
+            self._cache_by_block[block] = cache_id
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix."""
@@ -37,8 +39,13 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
+    def cache_of(self, block: int) -> str:
+        """The cache that last brought this block in."""
+        return self._cache_by_block[block]
+
     def forget(self, blocks: Iterable[int]) -> None:
         for block in blocks:
+            self._cache_by_block.pop(block, None)
             key = self._key_by_block.pop(block, None)
             if key is not None:
                 del self._block_by_key[key]

@@ -41,11 +41,14 @@ class BlockLedger:
         dirty = self._dirty[: num_blocks - len(clean)]
         del self._dirty[: len(dirty)]
         blocks = sorted(clean + dirty)
-        self.share(blocks)
+        for block in blocks:
+            self.users[block] = 1
         return blocks, dirty
 
     def share(self, blocks: Iterable[int]) -> None:
+        """One user more for each; only a block that is used can be shared."""
         for block in blocks:
+            assert self.users[block] > 0, "a block is shared by those who hold it"
             self.users[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> list[int]:

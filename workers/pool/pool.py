@@ -16,6 +16,7 @@ are checked here; the memory is the arena's.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded
+from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, WorkerUnavailable
 from workers.api.schemas import KVLayout, PoolExport, Provenance
 from workers.digest import block_chain, token_digest
 from workers.pool.arena import Arena
@@ -37,6 +38,7 @@ from workers.pool.index import PrefixIndex
 from workers.pool.ledger import BlockLedger
 
 MAX_LEASES = 1024
+_CLEAR_TIMEOUT_S = 5.0
 _CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for them hardly notices
 
 
@@ -55,6 +57,7 @@ class Pool:
         self._index = PrefixIndex()
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # least recently used first
         self._leases: dict[str, Lease] = {}
+        self._next_expiry = math.inf  # nothing ends before
         self._num_evictions = 0
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
@@ -100,6 +103,7 @@ class Pool:
         if not 0 <= num_blocks <= self.arena.num_blocks:
             raise InvalidRequest(f"{num_blocks} blocks asked for; this pool has {self.arena.num_blocks}")
         with self._changed:
+            self._check_open()
             self._expire(self._clock())
             self._make_room(num_blocks)
             blocks, dirty = self._ledger.take(num_blocks)
@@ -112,6 +116,8 @@ class Pool:
         with self._changed:
             blocks = self._index.match(keys)
             self._ledger.share(blocks)
+            if blocks and (owner := self._index.cache_of(blocks[-1])) in self._entries:
+                self._entries.move_to_end(owner)
         return Hold(blocks, len(blocks) * self.layout.block_tokens, self._drop_users)
 
     def hold(self, cache_id: str, salt: str, *, require_exact: bool = False) -> Hold:
@@ -156,7 +162,8 @@ class Pool:
             self._ledger.share(entry.blocks)
             self._entries[entry.cache_id] = entry
             if entry.is_exact:
-                self._index.add(keys, entry.blocks)
+                self._index.add(keys, entry.blocks, entry.cache_id)
+            self._next_expiry = min(self._next_expiry, entry.expires_at)
         return entry
 
     def store(
@@ -176,7 +183,7 @@ class Pool:
         """
         base = prefix.entry if prefix is not None else None
         shared, cut = divmod(kv.start, self.layout.block_tokens)
-        self._check_store(token_ids, kv, salt, prefix)
+        self._check_store(token_ids, kv, salt, prefix, adapter)
         with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared) as fresh:
             blocks = (prefix.blocks[:shared] if prefix else ()) + fresh.blocks
             if prefix is not None and cut:
@@ -204,6 +211,14 @@ class Pool:
             self._entries.move_to_end(cache_id)
             return entry
 
+    def peek(self, cache_id: str) -> CacheEntry:
+        """The cache, whoever's it is, to look at and not to use. `CacheNotFound` as in `get`."""
+        with self._changed:
+            self._expire(self._clock())
+            if cache_id not in self._entries:
+                raise CacheNotFound(f"no cache {cache_id} in epoch {self.epoch}", param="cache_id")
+            return self._entries[cache_id]
+
     def drop(self, cache_id: str, salt: str) -> None:
         """Forget a cache. Its blocks come free when nobody else uses them."""
         with self._changed:
@@ -221,6 +236,7 @@ class Pool:
             generations = tuple(self.arena.generations_of(entry.blocks))
             lease = Lease(f"lease-{secrets.token_hex(16)}", entry, generations, self._clock() + ttl_s)
             self._leases[lease.lease_id] = lease
+            self._next_expiry = min(self._next_expiry, lease.expires_at)
             return lease
 
     def release(self, cache_id: str, lease_id: str) -> None:
@@ -262,6 +278,7 @@ class Pool:
     @contextmanager
     def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Callable[[int, Tensor, Tensor], None]]:
         """Marks a write of tokens `[begin, end)`; yields `write(layer, keys, values)`, `(H, end - begin, D)` each."""
+        self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
         touched = blocks[begin // self.layout.block_tokens : blocks_for(end, self.layout.block_tokens)]
 
@@ -275,8 +292,7 @@ class Pool:
 
     def _make_room(self, num_blocks: int) -> None:
         while self._ledger.num_ready < num_blocks:
-            if self._ledger.num_clearing:
-                self._changed.wait()
+            if self._ledger.num_clearing and self._changed.wait(_CLEAR_TIMEOUT_S):
                 continue
             victims = choose_victims(
                 self._entries.values(), self._ledger.users, num_blocks - self._ledger.num_ready
@@ -297,10 +313,14 @@ class Pool:
         )
 
     def _expire(self, now: float) -> None:
+        if now < self._next_expiry:
+            return
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
             self._end_lease(lease)
         for entry in [entry for entry in self._entries.values() if entry.expires_at <= now]:
             self._forget(entry)
+        ends = [held.expires_at for held in (*self._leases.values(), *self._entries.values())]
+        self._next_expiry = min(ends, default=math.inf)
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.lease_id]
@@ -314,7 +334,8 @@ class Pool:
         with self._changed:
             freed = self._ledger.drop(blocks)
             self._index.forget(freed)
-            self.arena.open(freed)
+            if not self._closed:
+                self.arena.open(freed)
             self._changed.notify_all()
 
     # -- clearing ---------------------------------------------------------------------------------------------------
@@ -334,6 +355,10 @@ class Pool:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerUnavailable("the pool is closed")
+
     def _check_put(
         self, blocks: Sequence[int], token_ids: Sequence[int], provenance: Provenance, mapped: Span | None
     ) -> None:
@@ -346,7 +371,9 @@ class Pool:
         if mapped is not None and not 0 <= mapped.begin < mapped.end <= len(token_ids):
             raise InvalidRequest(f"mapped tokens {mapped} do not lie in {len(token_ids)} tokens")
 
-    def _check_store(self, token_ids: Sequence[int], kv: KVCache, salt: str, prefix: Hold | None) -> None:
+    def _check_store(
+        self, token_ids: Sequence[int], kv: KVCache, salt: str, prefix: Hold | None, adapter: str
+    ) -> None:
         if kv.start + kv.num_tokens != len(token_ids):
             raise InvalidRequest(f"{len(token_ids)} tokens, but the KV ends at {kv.start + kv.num_tokens}")
         if kv.start > (prefix.num_tokens if prefix else 0):
@@ -357,6 +384,8 @@ class Pool:
         if entry is None:
             return
         _check_use(entry, salt, require_exact=False)
+        if entry.adapter != adapter:
+            raise CacheMismatch(f"{entry.cache_id} is of adapter {entry.adapter!r}, not {adapter!r}", param="adapter")
         if entry.common_prefix(token_ids) < kv.start:
             raise CacheMismatch(f"the first {kv.start} tokens are not those of {entry.cache_id}", param="token_ids")
 

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mappers.cache import KVCache
+from tests.workers.pool.support import LAYOUT, assert_same, random_kv
+from workers.api.errors import InvalidRequest
+from workers.pool.blocks import block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
+
+NUM_BLOCKS = 12
+SIZE = LAYOUT.block_tokens
+
+
+def some_data() -> torch.Tensor:
+    return torch.randn((NUM_BLOCKS, *block_shape(LAYOUT)), generator=torch.Generator().manual_seed(3))
+
+
+def one_by_one(data: torch.Tensor, blocks: list[int], begin: int, end: int) -> KVCache:
+    """The slow way: every token from its place."""
+    rows = [data[blocks[t // SIZE], :, :, t % SIZE] for t in range(begin, end)]  # (L, 2, H, D) each
+    stack = torch.stack(rows, dim=3)  # (L, 2, H, T, D)
+    return KVCache(tuple(stack[:, 0].unbind()), tuple(stack[:, 1].unbind()), begin)
+
+
+block_lists = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=8, unique=True)
+in_a_row = st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda p: list(range(p[0], p[0] + p[1])))
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    blocks = draw(block_lists | in_a_row)
+    begin = draw(st.integers(0, len(blocks) * SIZE - 1))
+    return blocks, begin, draw(st.integers(begin + 1, len(blocks) * SIZE))
+
+
+@given(ranges())
+def test_copying_out_is_what_token_by_token_gives(case: tuple[list[int], int, int]) -> None:
+    blocks, begin, end = case
+    data, out = some_data(), empty_cache(LAYOUT, begin, end)
+    copy_out(data, blocks, out)
+    assert_same(out, one_by_one(data, blocks, begin, end))
+
+
+@given(ranges())
+def test_copying_in_writes_the_range_and_nothing_else(case: tuple[list[int], int, int]) -> None:
+    blocks, begin, end = case
+    data, source = some_data(), random_kv(begin, end, seed=9)
+    copy_in(data, blocks, source)
+    whole = one_by_one(data, blocks, 0, len(blocks) * SIZE)
+    before = one_by_one(some_data(), blocks, 0, len(blocks) * SIZE)
+    assert_same(whole.slice(begin, end), source)
+    assert_same(whole.slice(0, begin), before.slice(0, begin))
+    assert_same(whole.slice(end, whole.num_tokens), before.slice(end, whole.num_tokens))
+    others = [b for b in range(NUM_BLOCKS) if b not in blocks]
+    assert torch.equal(data[others], some_data()[others])
+
+
+def test_layers_may_be_views_in_any_memory_order_and_of_another_dtype() -> None:
+    tokens_first = torch.randn(LAYOUT.num_layers, 2, 10, LAYOUT.num_kv_heads, LAYOUT.head_dim, dtype=torch.float64)
+    heads_first = tokens_first.transpose(2, 3)  # (L, 2, H, T, D)
+    source = KVCache(tuple(heads_first[:, 0].unbind()), tuple(heads_first[:, 1].unbind()), 1)
+    data, blocks = some_data(), [7, 2, 3]
+    copy_in(data, blocks, source)
+    expected = KVCache(tuple(k.float() for k in source.keys), tuple(v.float() for v in source.values), 1)
+    assert_same(one_by_one(data, blocks, 1, 11), expected)
+
+    room = torch.empty(LAYOUT.num_layers, 2, 16, LAYOUT.num_kv_heads, LAYOUT.head_dim).transpose(2, 3)
+    out = KVCache(tuple(room[:, 0, :, 2:12].unbind()), tuple(room[:, 1, :, 2:12].unbind()), 1)
+    copy_out(data, blocks, out)
+    assert_same(out, expected)
+
+
+def test_whole_blocks_go_in_one_piece() -> None:
+    cut = list(pieces([5, 6, 9, 1, 2], 2, 18, SIZE))
+    assert [(p.blocks, p.low, p.high, p.at) for p in cut] == [
+        ((5,), 2, 4, 0), ((6, 9, 1), 0, 4, 2), ((2,), 0, 2, 14),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 9)])
+def test_tokens_outside_the_blocks_are_refused(begin: int, end: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"tokens \[{begin}, {end}\) do not lie in 2 blocks of 4"):
+        list(pieces([0, 1], begin, end, SIZE))
+
+
+def test_an_unknown_dtype_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="unknown KV dtype 'int4'; known: float32, float16, bfloat16"):
+        torch_dtype("int4")

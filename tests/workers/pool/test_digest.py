@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.pool.support import LAYOUT, OTHER_SALT, SALT
+from workers.api.errors import InvalidRequest
+from workers.digest import CHAIN_TOKENS, TokenChain, block_chain, cache_key, token_digest
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=3 * CHAIN_TOKENS)
+
+
+def test_the_digest_is_pinned() -> None:
+    """A changed digest would make every worker of a half-upgraded cluster refuse every cache."""
+    ids = list(range(100))
+
+    def sha(*fields: bytes) -> bytes:
+        return hashlib.sha256(b"".join(len(f).to_bytes(8, "little") + f for f in fields)).digest()
+
+    def packed(some: list[int]) -> bytes:
+        return b"".join(t.to_bytes(4, "little") for t in some)
+
+    seed = sha(b"kvrelay/tokens/1", SALT.encode())
+    expected = sha(sha(seed, packed(ids[:64])), packed(ids[64:]))
+    assert token_digest(ids, SALT) == expected.hex()
+
+
+def test_the_digest_does_not_depend_on_the_process() -> None:
+    code = f"from workers.digest import token_digest; print(token_digest(range(200), {SALT!r}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == token_digest(range(200), SALT)
+
+
+@given(tokens, st.integers(0, 200))
+def test_extending_reads_the_same_as_starting_over(ids: list[int], cut: int) -> None:
+    assert TokenChain.start(SALT).extend(ids[:cut]).extend(ids[cut:]).hexdigest == token_digest(ids, SALT)
+
+
+@given(tokens, tokens)
+def test_other_tokens_or_another_tenant_have_another_digest(left: list[int], right: list[int]) -> None:
+    assert (token_digest(left, SALT) == token_digest(right, SALT)) == (left == right)
+    assert token_digest(left, SALT) != token_digest(left, OTHER_SALT)
+
+
+def test_every_length_has_its_own_digest() -> None:
+    ids = [7] * (2 * CHAIN_TOKENS + 1)
+    assert len({token_digest(ids[:n], SALT) for n in range(len(ids) + 1)}) == len(ids) + 1
+
+
+@given(tokens, st.sampled_from([1, 4, 16]))
+def test_a_block_chain_has_a_key_for_each_full_block_and_agrees_on_common_prefixes(
+    ids: list[int], block_tokens: int
+) -> None:
+    keys = block_chain(ids, SALT, block_tokens)
+    assert len(keys) == len(ids) // block_tokens
+    assert block_chain([*ids, 1], SALT, block_tokens)[: len(keys)] == keys
+    assert not set(keys) & set(block_chain(ids, OTHER_SALT, block_tokens))
+    if ids and len(ids) >= block_tokens:
+        assert not set(keys) & set(block_chain([ids[0] ^ 1, *ids[1:]], SALT, block_tokens))
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, "7", 1.5, None])
+def test_what_is_no_token_id_is_named(bad: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"token id {bad!r} is not an integer in 0..4294967295"):
+        token_digest([1, bad], SALT)  # type: ignore[list-item]
+
+
+def test_a_cache_key_changes_with_each_of_its_parts() -> None:
+    keys = {
+        cache_key("d" * 64, "f" * 64, LAYOUT, "", "exact"),
+        cache_key("e" * 64, "f" * 64, LAYOUT, "", "exact"),
+        cache_key("d" * 64, "a" * 64, LAYOUT, "", "exact"),
+        cache_key("d" * 64, "f" * 64, LAYOUT.model_copy(update={"dtype": "float16"}), "", "exact"),
+        cache_key("d" * 64, "f" * 64, LAYOUT.model_copy(update={"block_tokens": 8}), "", "exact"),
+        cache_key("d" * 64, "f" * 64, LAYOUT, "lora", "exact"),
+        cache_key("d" * 64, "f" * 64, LAYOUT, "", "mapped:x"),
+    }
+    assert len(keys) == 7

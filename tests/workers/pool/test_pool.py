@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.workers.pool.support import LAYOUT, OTHER_SALT, SALT, ManualClock, assert_same, random_kv
+from workers.api.errors import (
+    CacheMismatch,
+    CacheNotFound,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    WorkerUnavailable,
+)
+from workers.digest import token_digest
+from workers.pool.entries import CacheEntry, Span
+from workers.pool.pool import Pool, PoolFull
+
+SIZE = LAYOUT.block_tokens
+BUNDLE = "mapped:0123456789abcdef"
+
+
+def store(pool: Pool, num_tokens: int, *, first: int = 100, ttl_s: float = 60.0, salt: str = SALT) -> CacheEntry:
+    ids = range(first, first + num_tokens)
+    return pool.store(list(ids), random_kv(0, num_tokens, seed=first), salt, ttl_s=ttl_s)
+
+
+def put_mapped(pool: Pool, num_tokens: int, *, head: int = 1, first: int = 100) -> CacheEntry:
+    with pool.allocate(-(-num_tokens // SIZE)) as fresh:
+        pool.scatter(fresh.blocks, random_kv(0, num_tokens, seed=first))
+        return pool.put(
+            fresh.blocks, range(first, first + num_tokens), SALT, ttl_s=60, provenance=BUNDLE,
+            mapped=Span(head, num_tokens),
+        )  # fmt: skip
+
+
+def free(pool: Pool) -> int:
+    return pool.stats.free_blocks
+
+
+# -- caches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_holds_what_was_stored(pool: Pool, clock: ManualClock) -> None:
+    entry = store(pool, 10)
+    assert_same(pool.gather(entry.blocks, 0, 10), random_kv(0, 10, seed=100))
+    assert pool.get(entry.cache_id, SALT) == entry
+    assert entry.token_ids == tuple(range(100, 110))
+    assert entry.digest == token_digest(entry.token_ids, SALT)
+    assert entry.is_exact and entry.num_exact_tokens == 10 and entry.num_mapped_tokens == 0
+    assert entry.expires_at == clock.now + 60
+    assert free(pool) == 13
+
+
+def test_gathering_fills_tensors_that_the_caller_has(pool: Pool) -> None:
+    entry = store(pool, 10)
+    out = random_kv(3, 9, seed=1)
+    assert pool.gather(entry.blocks, 3, 9, out) is out
+    assert_same(out, random_kv(0, 10, seed=100).slice(3, 9))
+    with pytest.raises(InvalidRequest, match=r"out holds 6 tokens from 3; asked for \[0, 6\)"):
+        pool.gather(entry.blocks, 0, 6, out)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 6, 8, 10])
+def test_an_extended_cache_shares_whole_blocks_and_copies_the_cut_one(pool: Pool, cut: int) -> None:
+    old = store(pool, 10)
+    suffix = random_kv(cut, 15, seed=2)
+    ids = [*old.token_ids[:cut], *range(500, 500 + 15 - cut)]
+    with pool.hold(old.cache_id, SALT) as held:
+        new = pool.store(ids, suffix, SALT, ttl_s=60, prefix=held)
+    shared = cut // SIZE
+    assert new.blocks[:shared] == old.blocks[:shared]
+    assert not set(new.blocks[shared:]) & set(old.blocks)
+    assert_same(pool.gather(new.blocks, 0, cut), random_kv(0, 10, seed=100).slice(0, cut))
+    assert_same(pool.gather(new.blocks, cut, 15), suffix)
+    assert_same(pool.gather(old.blocks, 0, 10), random_kv(0, 10, seed=100))
+    assert free(pool) == 16 - 3 - (4 - shared)
+    pool.drop(old.cache_id, SALT)
+    assert_same(pool.gather(new.blocks, 0, cut), random_kv(0, 10, seed=100).slice(0, cut))
+
+
+def test_a_cache_of_another_tenant_is_refused(pool: Pool) -> None:
+    entry = store(pool, 10)
+    for refused in (
+        lambda: pool.get(entry.cache_id, OTHER_SALT),
+        lambda: pool.hold(entry.cache_id, OTHER_SALT),
+        lambda: pool.lease(entry.cache_id, OTHER_SALT, ttl_s=1),
+        lambda: pool.drop(entry.cache_id, OTHER_SALT),
+    ):
+        with pytest.raises(CacheMismatch, match="belongs to another tenant"):
+            refused()
+    assert pool.get(entry.cache_id, SALT) == entry
+
+
+def test_a_prefix_of_another_tenant_is_refused(pool: Pool) -> None:
+    entry = store(pool, 8)
+    with pool.hold(entry.cache_id, SALT) as held, pytest.raises(CacheMismatch, match="another tenant"):
+        pool.store(range(100, 112), random_kv(8, 12), OTHER_SALT, ttl_s=60, prefix=held)
+    assert pool.match_prefix(entry.token_ids, OTHER_SALT).blocks == ()
+
+
+def test_a_dropped_cache_is_unknown(pool: Pool) -> None:
+    entry = store(pool, 10)
+    pool.drop(entry.cache_id, SALT)
+    with pytest.raises(CacheNotFound, match=f"no cache {entry.cache_id} in epoch {pool.epoch}"):
+        pool.get(entry.cache_id, SALT)
+    assert free(pool) == 16
+
+
+def test_an_expired_cache_is_gone(pool: Pool, clock: ManualClock) -> None:
+    short, long = store(pool, 8, ttl_s=5), store(pool, 8, first=300, ttl_s=50)
+    clock.now += 5
+    with pytest.raises(CacheNotFound):
+        pool.get(short.cache_id, SALT)
+    assert pool.get(long.cache_id, SALT) == long
+    pool.sweep(clock.now + 45)
+    assert free(pool) == 16
+
+
+def test_what_a_put_says_must_fit(pool: Pool) -> None:
+    def refused(message: str, blocks: Sequence[int], num_tokens: int, **more: Any) -> None:
+        with pytest.raises(InvalidRequest, match=message):
+            pool.put(blocks, range(num_tokens), SALT, ttl_s=1, **more)
+
+    with pool.allocate(2) as fresh:
+        refused("5 tokens fill 2 blocks, at least one; got 1", fresh.blocks[:1], 5)
+        refused("0 tokens fill 0 blocks", (), 0)
+        refused("block 16 does not exist; this pool has blocks 0..15", (0, 16), 5)
+        refused("block -1 does not exist", (0, -1), 5)
+        refused("does not go with", fresh.blocks, 5, provenance=BUNDLE)
+        refused("does not go with", fresh.blocks, 5, mapped=Span(0, 5))
+        refused("do not lie in 5", fresh.blocks, 5, provenance=BUNDLE, mapped=Span(0, 6))
+    assert pool.stats.num_caches == 0
+
+
+def test_what_a_store_says_must_fit(pool: Pool) -> None:
+    entry = store(pool, 10)
+    with pool.hold(entry.cache_id, SALT) as held:
+        for error, message, ids, kv in (
+            (InvalidRequest, "13 tokens, but the KV ends at 12", range(100, 113), random_kv(10, 12)),
+            (InvalidRequest, "starts at 11, past the 10 tokens", range(100, 112), random_kv(11, 12)),
+            (CacheMismatch, "the first 10 tokens are not those of kvc-", range(101, 113), random_kv(10, 12)),
+        ):
+            with pytest.raises(error, match=message):
+                pool.store(ids, kv, SALT, ttl_s=1, prefix=held)
+        with pytest.raises(CacheMismatch, match="adapter '', not 'lora'"):
+            pool.store(range(100, 112), random_kv(10, 12), SALT, ttl_s=1, prefix=held, adapter="lora")
+    assert free(pool) == 13
+
+
+# -- exact prefixes -------------------------------------------------------------------------------------------------
+
+
+def test_an_exact_prefix_is_found_in_whole_blocks(pool: Pool) -> None:
+    entry = store(pool, 10)
+    for ids, num_tokens in (
+        (list(entry.token_ids), 8),
+        ([*entry.token_ids[:8], 1, 2, 3, 4], 8),
+        ([*entry.token_ids[:7], 1], 4),
+        ([1, *entry.token_ids[1:]], 0),
+        ([], 0),
+    ):
+        with pool.match_prefix(ids, SALT) as match:
+            assert (match.num_tokens, match.blocks) == (num_tokens, entry.blocks[: num_tokens // SIZE])
+
+
+def test_a_prefix_is_not_found_for_another_tenant_or_adapter(pool: Pool) -> None:
+    entry = store(pool, 8)
+    assert pool.match_prefix(entry.token_ids, OTHER_SALT).num_tokens == 0
+    assert pool.match_prefix(entry.token_ids, SALT, adapter="lora").num_tokens == 0
+
+
+def test_mapped_blocks_are_never_found_by_their_tokens(pool: Pool) -> None:
+    entry = put_mapped(pool, 12)
+    assert pool.match_prefix(entry.token_ids, SALT).blocks == ()
+    with pytest.raises(CacheMismatch, match=f"is {BUNDLE}; an exact cache is required"):
+        pool.get(entry.cache_id, SALT, require_exact=True)
+    with pytest.raises(CacheMismatch):
+        pool.hold(entry.cache_id, SALT, require_exact=True)
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 8, 12])
+def test_what_is_read_over_mapped_blocks_stays_mapped(pool: Pool, start: int) -> None:
+    mapped = put_mapped(pool, 12, head=4)
+    ids = [*mapped.token_ids, *range(500, 504)]
+    with pool.hold(mapped.cache_id, SALT) as held:
+        longer = pool.store(ids, random_kv(start, 16), SALT, ttl_s=60, prefix=held)
+    assert longer.provenance == BUNDLE and not longer.is_exact
+    assert longer.num_exact_tokens == 4
+    assert pool.match_prefix(ids, SALT).blocks == ()
+
+
+def test_a_mapped_cache_beside_an_exact_one_does_not_take_its_place(pool: Pool) -> None:
+    exact = store(pool, 8)
+    put_mapped(pool, 8)
+    with pool.match_prefix(exact.token_ids, SALT) as match:
+        assert match.blocks == exact.blocks
+
+
+def test_of_two_equal_caches_either_is_found_while_the_newer_lives(pool: Pool) -> None:
+    old, new = store(pool, 8), store(pool, 8)
+    pool.drop(old.cache_id, SALT)
+    with pool.match_prefix(old.token_ids, SALT) as match:
+        assert match.blocks == new.blocks
+    pool.drop(new.cache_id, SALT)
+    assert pool.match_prefix(old.token_ids, SALT).blocks == ()
+
+
+def test_a_freed_block_is_no_longer_found(pool: Pool) -> None:
+    entry = store(pool, 8)
+    pool.drop(entry.cache_id, SALT)
+    assert pool.match_prefix(entry.token_ids, SALT).blocks == ()
+
+
+def test_common_prefix_counts_equal_first_tokens(pool: Pool) -> None:
+    entry = store(pool, 6)
+    for ids, shared in (([], 0), ([100], 1), (range(100, 120), 6), ([100, 101, 7, 103], 2), ([1], 0)):
+        assert entry.common_prefix(list(ids)) == shared
+
+
+# -- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_cache_makes_room(pool: Pool) -> None:
+    old, middle, young = (store(pool, 16, first=i * 100) for i in range(3))
+    pool.get(old.cache_id, SALT)
+    with pool.allocate(8):
+        pool.get(old.cache_id, SALT)
+        pool.get(young.cache_id, SALT)
+        with pytest.raises(CacheNotFound):
+            pool.get(middle.cache_id, SALT)
+    assert pool.stats.num_evictions == 1
+
+
+def test_finding_a_prefix_uses_its_cache(pool: Pool) -> None:
+    old, young = store(pool, 24, first=0), store(pool, 24, first=100)
+    pool.match_prefix(old.token_ids, SALT).release()
+    with pool.allocate(10):
+        pool.get(old.cache_id, SALT)
+        with pytest.raises(CacheNotFound):
+            pool.get(young.cache_id, SALT)
+
+
+def test_what_is_in_use_is_not_evicted(pool: Pool) -> None:
+    leased, held, idle = (store(pool, 16, first=i * 100) for i in range(3))
+    lease = pool.lease(leased.cache_id, SALT, ttl_s=30)
+    with pool.hold(held.cache_id, SALT):
+        before = pool.arena.generations_of(leased.blocks + held.blocks)
+        with pool.allocate(8):
+            assert pool.arena.generations_of(leased.blocks + held.blocks) == before
+            with pytest.raises(PoolFull, match="1 blocks asked for; 0 of 16 are free .* 1 leases") as full:
+                pool.allocate(1)
+            assert isinstance(full.value, Overloaded) and full.value.status == 503
+            assert full.value.retry_after_s == 5.0
+        with pytest.raises(CacheNotFound):
+            pool.get(idle.cache_id, SALT)
+    pool.release(leased.cache_id, lease.lease_id)
+    pool.allocate(16).release()
+
+
+def test_what_cannot_be_had_evicts_nothing(pool: Pool) -> None:
+    entry = store(pool, 16)
+    with pool.allocate(8):
+        with pytest.raises(PoolFull):
+            pool.allocate(9)
+        pool.get(entry.cache_id, SALT)
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 17])
+def test_more_than_the_pool_has_is_refused_for_good(pool: Pool, num_blocks: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{num_blocks} blocks asked for; this pool has 16"):
+        pool.allocate(num_blocks)
+
+
+def test_allocated_blocks_are_zero_whoever_had_them(pool: Pool) -> None:
+    for first in range(6):
+        store(pool, 32, first=first * 100)
+        with pool.allocate(12) as fresh:
+            assert not pool.arena.data[list(fresh.blocks)].any()
+            pool.scatter(fresh.blocks, random_kv(0, 48))
+
+
+def test_freed_blocks_are_zeroed_and_change_their_generation_at_once(pool: Pool) -> None:
+    entry = store(pool, 10)
+    before = pool.arena.generations_of(entry.blocks)
+    pool.drop(entry.cache_id, SALT)
+    assert all(now > then for now, then in zip(pool.arena.generations_of(entry.blocks), before, strict=True))
+    deadline = time.monotonic() + 5
+    while any(g & 1 for g in pool.arena.generations_of(entry.blocks)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert pool.arena.generations_of(entry.blocks) == [g + 2 for g in before]
+    assert not pool.arena.data[list(entry.blocks)].any()
+
+
+def test_releasing_twice_is_harmless(pool: Pool) -> None:
+    first = pool.allocate(3)
+    first.release()
+    with pool.allocate(16):
+        first.release()
+        with pytest.raises(PoolFull):
+            pool.allocate(1)
+
+
+# -- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_outlives_its_cache_and_ends_at_its_time(pool: Pool, clock: ManualClock) -> None:
+    entry = store(pool, 10)
+    lease = pool.lease(entry.cache_id, SALT, ttl_s=10)
+    assert pool.num_leases(entry.cache_id) == 1
+    pool.drop(entry.cache_id, SALT)
+    assert tuple(pool.arena.generations_of(entry.blocks)) == lease.generations
+    clock.now += 9.9
+    pool.sweep()
+    assert free(pool) == 13
+    clock.now += 0.2
+    pool.sweep()
+    assert free(pool) == 16 and pool.stats.num_leases == 0
+    assert tuple(pool.arena.generations_of(entry.blocks)) != lease.generations
+
+
+def test_allocating_ends_expired_leases(pool: Pool, clock: ManualClock) -> None:
+    entry = store(pool, 64, ttl_s=1)
+    pool.lease(entry.cache_id, SALT, ttl_s=10)
+    with pytest.raises(PoolFull):
+        pool.allocate(1)
+    clock.now += 11
+    pool.allocate(16).release()
+
+
+def test_a_lease_ends_once_whoever_says_so(pool: Pool) -> None:
+    entry, other = store(pool, 8), store(pool, 8, first=300)
+    lease = pool.lease(entry.cache_id, SALT, ttl_s=10)
+    pool.release(other.cache_id, lease.lease_id)
+    pool.release(entry.cache_id, "lease-unknown")
+    assert pool.num_leases(entry.cache_id) == 1
+    pool.release(entry.cache_id, lease.lease_id)
+    pool.release(entry.cache_id, lease.lease_id)
+    assert pool.stats.num_leases == 0
+    pool.get(entry.cache_id, SALT)
+
+
+def test_leases_are_bounded(pool: Pool) -> None:
+    entry = store(pool, 8)
+    for _ in range(4):
+        pool.lease(entry.cache_id, SALT, ttl_s=10)
+    with pytest.raises(Overloaded, match="4 leases are out, which is the most"):
+        pool.lease(entry.cache_id, SALT, ttl_s=10)
+
+
+# -- writing, closing, threads --------------------------------------------------------------------------------------
+
+
+def test_only_the_blocks_of_the_range_are_marked(pool: Pool) -> None:
+    with pool.allocate(4) as fresh:
+        before = pool.arena.generations_of(fresh.blocks)
+        with pool.writing(fresh.blocks, 5, 9):
+            marks = [g & 1 for g in pool.arena.generations_of(fresh.blocks)]
+        assert marks == [0, 1, 1, 0]
+        assert pool.arena.generations_of(fresh.blocks) == [before[0], before[1] + 2, before[2] + 2, before[3]]
+
+
+def test_writing_layer_by_layer_is_writing(pool: Pool) -> None:
+    kv = random_kv(2, 11)
+    with pool.allocate(3) as fresh:
+        with pool.writing(fresh.blocks, 2, 11) as write:
+            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                write(layer, keys, values)
+        assert_same(pool.gather(fresh.blocks, 2, 11), kv)
+
+
+def test_a_closed_pool_refuses_and_shows_every_block_stale(pool: Pool) -> None:
+    held = pool.allocate(2)
+    generations = pool.arena.generations
+    pool.close()
+    held.release()
+    assert (generations & 1).all()
+    for refused in (lambda: pool.allocate(1), lambda: pool.scatter(held.blocks, random_kv(0, 8))):
+        with pytest.raises(WorkerUnavailable, match="the pool is closed"):
+            refused()
+
+
+def test_nothing_of_a_cache_stands_in_its_repr(pool: Pool) -> None:
+    entry = store(pool, 8, first=424_242)
+    lease = pool.lease(entry.cache_id, SALT, ttl_s=1)
+    for shown in (repr(entry), repr(lease)):
+        assert SALT not in shown and "424242" not in shown
+
+
+def test_threads_together_lose_no_block_and_read_what_they_wrote(pool: Pool) -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(30):
+                first = 1000 * seed + turn
+                try:
+                    entry = store(pool, 12, first=first)
+                    with pool.hold(entry.cache_id, SALT) as held:
+                        assert_same(pool.gather(held.blocks, 0, 12), random_kv(0, 12, seed=first))
+                except (PoolFull, CacheNotFound):
+                    continue
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    pool.sweep(float("inf"))
+    assert free(pool) == 16
+
+
+def test_every_error_of_the_pool_is_one_of_the_contract() -> None:
+    assert issubclass(PoolFull, KvrelayError) and PoolFull.code == "pool_full"

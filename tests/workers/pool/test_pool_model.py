@@ -1,0 +1,227 @@
+"""The pool against a model of dictionaries: whatever is done to it in whatever order, what it holds is what the model
+says, every live cache reads back its own content, and no block is lost or used twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.workers.pool.support import LAYOUT, SALT, ManualClock, assert_same, random_kv
+from workers.api.errors import CacheNotFound
+from workers.pool.arena import HeapArena, new_epoch
+from workers.pool.blocks import blocks_for
+from workers.pool.entries import CacheEntry, Hold, Lease, Span
+from workers.pool.pool import Pool, PoolFull
+
+NUM_BLOCKS = 10
+SIZE = LAYOUT.block_tokens
+PATTERNS = 3  # few different token sequences, so that prefixes are shared
+
+
+def tokens(pattern: int, num_tokens: int) -> list[int]:
+    return [pattern * 1000 + i for i in range(num_tokens)]
+
+
+def content(pattern: int, begin: int, end: int) -> object:
+    """The KV of a pattern's tokens depends on pattern and position only, as a model's does."""
+    return random_kv(0, NUM_BLOCKS * SIZE, seed=pattern).slice(begin, end)
+
+
+class PoolModel(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.clock = ManualClock()
+        self.pool = Pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()), clock=self.clock)
+        self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns, least recently used first
+        self.leases: dict[str, tuple[Lease, int]] = {}
+        self.holds: list[Hold] = []
+
+    def teardown(self) -> None:
+        for hold in self.holds:
+            hold.release()
+        self.pool.sweep(float("inf"))
+        assert self.pool.stats.free_blocks == NUM_BLOCKS
+        self.pool.close()
+
+    def expire(self) -> None:
+        now = self.clock()
+        self.caches = {k: v for k, v in self.caches.items() if v[0].expires_at > now}
+        self.leases = {k: v for k, v in self.leases.items() if v[0].expires_at > now}
+
+    def pick(self, data: st.DataObject, some: dict[str, Any]) -> str:
+        """One of them, by its place: ids differ from run to run."""
+        return list(some)[data.draw(st.integers(0, len(some) - 1))]
+
+    def touch(self, cache_id: str) -> None:
+        self.caches[cache_id] = self.caches.pop(cache_id)
+
+    def forget_evicted(self) -> None:
+        """What the pool evicted must have been the least recently used of what could free blocks; here: it is gone."""
+        live = {cache_id for cache_id in self.caches if self.has(cache_id)}
+        self.caches = {cache_id: kept for cache_id, kept in self.caches.items() if cache_id in live}
+
+    def has(self, cache_id: str) -> bool:
+        return cache_id in self.pool._entries  # asking the pool would use the cache
+
+    @rule(pattern=st.integers(0, PATTERNS - 1), num_tokens=st.integers(1, 20), ttl_s=st.integers(1, 30))
+    def store(self, pattern: int, num_tokens: int, ttl_s: int) -> None:
+        self.expire()
+        ids = tokens(pattern, num_tokens)
+        with self.pool.match_prefix(ids, SALT) as prefix:
+            kv = content(pattern, prefix.num_tokens, num_tokens)
+            try:
+                entry = self.pool.store(ids, kv, SALT, ttl_s=ttl_s, prefix=prefix)
+            except PoolFull:
+                return
+            assert entry.blocks[: len(prefix.blocks)] == prefix.blocks
+        self.forget_evicted()
+        self.caches[entry.cache_id] = (entry, pattern)
+
+    @rule(pattern=st.integers(0, PATTERNS - 1), num_tokens=st.integers(2, 12))
+    def put_mapped(self, pattern: int, num_tokens: int) -> None:
+        self.expire()
+        try:
+            with self.pool.allocate(blocks_for(num_tokens, SIZE)) as fresh:
+                self.pool.scatter(fresh.blocks, content(pattern, 0, num_tokens))
+                entry = self.pool.put(
+                    fresh.blocks, tokens(pattern, num_tokens), SALT, ttl_s=20, provenance="mapped:b",
+                    mapped=Span(1, num_tokens),
+                )  # fmt: skip
+        except PoolFull:
+            return
+        self.forget_evicted()
+        self.caches[entry.cache_id] = (entry, pattern)
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), more=st.integers(0, 6))
+    def extend(self, data: st.DataObject, more: int) -> None:
+        self.expire()
+        if not self.caches:
+            return
+        cache_id = self.pick(data, self.caches)
+        old, pattern = self.caches[cache_id]
+        cut = data.draw(st.integers(1, old.num_tokens))
+        self.touch(cache_id)
+        with self.pool.hold(cache_id, SALT) as held:
+            try:
+                new = self.pool.store(
+                    tokens(pattern, cut + more), content(pattern, cut, cut + more), SALT, ttl_s=20, prefix=held
+                )
+            except PoolFull:
+                return
+            finally:
+                self.forget_evicted()
+        assert new.provenance == old.provenance
+        self.caches[new.cache_id] = (new, pattern)
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data(), ttl_s=st.integers(1, 30))
+    def lease(self, data: st.DataObject, ttl_s: int) -> None:
+        self.expire()
+        if not self.caches:
+            return
+        cache_id = self.pick(data, self.caches)
+        self.touch(cache_id)
+        lease = self.pool.lease(cache_id, SALT, ttl_s=ttl_s)
+        self.leases[lease.lease_id] = (lease, self.caches[cache_id][1])
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease, _ = self.leases.pop(self.pick(data, self.leases))
+        self.pool.release(lease.entry.cache_id, lease.lease_id)
+
+    @rule(num_blocks=st.integers(0, NUM_BLOCKS))
+    def allocate(self, num_blocks: int) -> None:
+        self.expire()
+        pinned = {b for lease, _ in self.leases.values() for b in lease.entry.blocks}
+        pinned |= {b for hold in self.holds for b in hold.blocks}
+        try:
+            hold = self.pool.allocate(num_blocks)
+        except PoolFull:
+            assert num_blocks > NUM_BLOCKS - len(pinned)
+            return
+        assert num_blocks <= NUM_BLOCKS - len(pinned)
+        assert not pinned & set(hold.blocks)
+        assert not self.pool.arena.data[list(hold.blocks)].any()
+        self.pool.scatter(hold.blocks, random_kv(0, num_blocks * SIZE, seed=99))
+        self.holds.append(hold)
+        self.forget_evicted()
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1))).release()
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.expire()
+        if self.caches:
+            cache_id = self.pick(data, self.caches)
+            del self.caches[cache_id]
+            self.pool.drop(cache_id, SALT)
+
+    @rule(seconds=st.integers(1, 15))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.pool.sweep()
+
+    @rule(pattern=st.integers(0, PATTERNS - 1))
+    def longest_exact_prefix(self, pattern: int) -> None:
+        self.expire()
+        ids = tokens(pattern, NUM_BLOCKS * SIZE)
+        known = [e.num_tokens // SIZE * SIZE for e, p in self.caches.values() if p == pattern and e.is_exact]
+        with self.pool.match_prefix(ids, SALT) as match:
+            assert match.num_tokens >= max(known, default=0)
+            if match.num_tokens:
+                assert_same(
+                    self.pool.gather(match.blocks, 0, match.num_tokens), content(pattern, 0, match.num_tokens)
+                )
+        for cache_id in [c for c, (e, p) in self.caches.items() if p == pattern and e.is_exact]:
+            if cache_id == self.pool._index._cache_by_block.get(match.blocks[-1] if match.blocks else -1):
+                self.touch(cache_id)
+
+    @invariant()
+    def caches_and_leases_read_back(self) -> None:
+        self.expire()
+        self.pool.sweep()
+        for entry, pattern in self.caches.values():
+            assert_same(
+                self.pool.gather(entry.blocks, 0, entry.num_tokens), content(pattern, 0, entry.num_tokens)
+            )
+        for lease, pattern in self.leases.values():
+            assert tuple(self.pool.arena.generations_of(lease.entry.blocks)) == lease.generations
+            assert_same(
+                self.pool.gather(lease.entry.blocks, 0, lease.entry.num_tokens),
+                content(pattern, 0, lease.entry.num_tokens),
+            )
+
+    @invariant()
+    def every_block_is_counted_once(self) -> None:
+        owners: Counter[int] = Counter()
+        for users in (
+            (entry.blocks for entry, _ in self.caches.values()),
+            (lease.entry.blocks for lease, _ in self.leases.values()),
+            (hold.blocks for hold in self.holds),
+        ):
+            owners.update(block for blocks in users for block in blocks)
+        assert self.pool.stats.used_blocks == len(owners)
+        assert self.pool.stats.num_caches == len(self.caches)
+        assert self.pool.stats.num_leases == len(self.leases)
+
+    @invariant()
+    def what_is_gone_is_not_found(self) -> None:
+        try:
+            self.pool.get("kvc-" + "0" * 32, SALT)
+        except CacheNotFound:
+            return
+        raise AssertionError("a cache that never was")
+
+
+PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPoolModel = PoolModel.TestCase
