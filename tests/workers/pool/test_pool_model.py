@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mappers.cache import KVCache
 from tests.workers.pool.support import LAYOUT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import CacheNotFound
 from workers.pool.arena import HeapArena, new_epoch
@@ -26,7 +27,7 @@ def tokens(pattern: int, num_tokens: int) -> list[int]:
     return [pattern * 1000 + i for i in range(num_tokens)]
 
 
-def content(pattern: int, begin: int, end: int) -> object:
+def content(pattern: int, begin: int, end: int) -> KVCache:
     """The KV of a pattern's tokens depends on pattern and position only, as a model's does."""
     return random_kv(0, NUM_BLOCKS * SIZE, seed=pattern).slice(begin, end)
 
@@ -36,7 +37,7 @@ class PoolModel(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = ManualClock()
         self.pool = Pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()), clock=self.clock)
-        self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns, least recently used first
+        self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.holds: list[Hold] = []
 
@@ -56,16 +57,16 @@ class PoolModel(RuleBasedStateMachine):
         """One of them, by its place: ids differ from run to run."""
         return list(some)[data.draw(st.integers(0, len(some) - 1))]
 
-    def touch(self, cache_id: str) -> None:
-        self.caches[cache_id] = self.caches.pop(cache_id)
-
     def forget_evicted(self) -> None:
-        """What the pool evicted must have been the least recently used of what could free blocks; here: it is gone."""
-        live = {cache_id for cache_id in self.caches if self.has(cache_id)}
-        self.caches = {cache_id: kept for cache_id, kept in self.caches.items() if cache_id in live}
+        """Which caches make room is tested elsewhere; here they are gone."""
+        self.caches = {cache_id: kept for cache_id, kept in self.caches.items() if self.has(cache_id)}
 
     def has(self, cache_id: str) -> bool:
-        return cache_id in self.pool._entries  # asking the pool would use the cache
+        try:
+            self.pool.get(cache_id, SALT)
+        except CacheNotFound:
+            return False
+        return True
 
     @rule(pattern=st.integers(0, PATTERNS - 1), num_tokens=st.integers(1, 20), ttl_s=st.integers(1, 30))
     def store(self, pattern: int, num_tokens: int, ttl_s: int) -> None:
@@ -105,7 +106,6 @@ class PoolModel(RuleBasedStateMachine):
         cache_id = self.pick(data, self.caches)
         old, pattern = self.caches[cache_id]
         cut = data.draw(st.integers(1, old.num_tokens))
-        self.touch(cache_id)
         with self.pool.hold(cache_id, SALT) as held:
             try:
                 new = self.pool.store(
@@ -125,7 +125,6 @@ class PoolModel(RuleBasedStateMachine):
         if not self.caches:
             return
         cache_id = self.pick(data, self.caches)
-        self.touch(cache_id)
         lease = self.pool.lease(cache_id, SALT, ttl_s=ttl_s)
         self.leases[lease.lease_id] = (lease, self.caches[cache_id][1])
 
@@ -182,9 +181,6 @@ class PoolModel(RuleBasedStateMachine):
                 assert_same(
                     self.pool.gather(match.blocks, 0, match.num_tokens), content(pattern, 0, match.num_tokens)
                 )
-        for cache_id in [c for c, (e, p) in self.caches.items() if p == pattern and e.is_exact]:
-            if cache_id == self.pool._index._cache_by_block.get(match.blocks[-1] if match.blocks else -1):
-                self.touch(cache_id)
 
     @invariant()
     def caches_and_leases_read_back(self) -> None:
@@ -213,14 +209,6 @@ class PoolModel(RuleBasedStateMachine):
         assert self.pool.stats.used_blocks == len(owners)
         assert self.pool.stats.num_caches == len(self.caches)
         assert self.pool.stats.num_leases == len(self.leases)
-
-    @invariant()
-    def what_is_gone_is_not_found(self) -> None:
-        try:
-            self.pool.get("kvc-" + "0" * 32, SALT)
-        except CacheNotFound:
-            return
-        raise AssertionError("a cache that never was")
 
 
 PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
