@@ -36,8 +36,10 @@ def load(settings: WorkerSettings) -> TransformersEngine:
 
 def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
     device = torch.device(settings.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"worker {settings.id!r}: device {settings.device!r}, but there is no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"worker {settings.id!r}: device {settings.device!r}; CUDA devices here: {torch.cuda.device_count()}"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(device)
