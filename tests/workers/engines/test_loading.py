@@ -41,7 +41,8 @@ def test_settings_that_cannot_be_met_are_refused(
 
 
 def test_a_model_whose_layers_forget_is_refused(tmp_path: Path) -> None:
-    folder = tiny.model_folder(tmp_path / "sliding", layer_types=["full_attention", "sliding_attention", "full_attention"])
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    folder = tiny.model_folder(tmp_path / "sliding", layer_types=kinds)
     with pytest.raises(SettingsError, match="sliding_attention"):
         load_engine(tiny.settings_for(folder))
 

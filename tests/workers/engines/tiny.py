@@ -24,18 +24,21 @@ TURNS = (
     + START + "{{ m['role'] }}\n{{ m['content'] }}" + END + "\n{% endfor %}"
     + "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
 )  # fmt: skip
+CONTENTS = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}"
 TEMPLATES = {
     "turns": TURNS,
     # Tools are written before everything, calls behind their message.
     "tools": "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{{ m['role'] }}: {{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}",
     # What it says first depends on how many messages there are: fewer messages do not begin the same way.
-    "counting": "{{ bos_token }}{{ messages | length }} messages\n{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+    "counting": "{{ bos_token }}{{ messages | length }} messages\n"
+    "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
     # Closes the last message otherwise than those before it, so the rendering of fewer is cut short.
-    "last": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% else %}\n{% endif %}{% endfor %}",
+    "last": CONTENTS + "{% if loop.last %}!{% else %}\n{% endif %}{% endfor %}",
     # Takes no conversation that ends with a system message.
-    "strict": "{% if messages[-1]['role'] == 'system' %}{{ raise_exception('a user must speak last') }}{% endif %}" + TURNS,
-}  # fmt: skip
+    "strict": "{% if messages[-1]['role'] == 'system' %}{{ raise_exception('a user must speak last') }}{% endif %}"
+    + TURNS,
+}
 
 
 def tokenizer(template: str | None = "turns") -> PreTrainedTokenizerFast:
