@@ -203,10 +203,7 @@ class Pool:
         """The cache, now the most recently used. `CacheNotFound`: never here, expired or evicted. `CacheMismatch`:
         another tenant's, or not exact where that is required."""
         with self._changed:
-            self._expire(self._clock())
-            entry = self._entries.get(cache_id)
-            if entry is None:
-                raise CacheNotFound(f"no cache {cache_id} in epoch {self.epoch}", param="cache_id")
+            entry = self.peek(cache_id)
             _check_use(entry, salt, require_exact)
             self._entries.move_to_end(cache_id)
             return entry
@@ -319,7 +316,8 @@ class Pool:
             self._end_lease(lease)
         for entry in [entry for entry in self._entries.values() if entry.expires_at <= now]:
             self._forget(entry)
-        ends = [held.expires_at for held in (*self._leases.values(), *self._entries.values())]
+        ends = [lease.expires_at for lease in self._leases.values()]
+        ends += [entry.expires_at for entry in self._entries.values()]
         self._next_expiry = min(ends, default=math.inf)
 
     def _end_lease(self, lease: Lease) -> None:

@@ -236,6 +236,15 @@ def test_the_least_recently_used_cache_makes_room(pool: Pool) -> None:
     assert pool.stats.num_evictions == 1
 
 
+def test_peeking_at_a_cache_does_not_use_it(pool: Pool) -> None:
+    old, young = store(pool, 24, first=0), store(pool, 24, first=100)
+    assert pool.peek(old.cache_id) == old
+    with pool.allocate(10):
+        pool.get(young.cache_id, SALT)
+        with pytest.raises(CacheNotFound):
+            pool.peek(old.cache_id)
+
+
 def test_finding_a_prefix_uses_its_cache(pool: Pool) -> None:
     old, young = store(pool, 24, first=0), store(pool, 24, first=100)
     pool.match_prefix(old.token_ids, SALT).release()
