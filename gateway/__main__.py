@@ -1,0 +1,71 @@
+"""`python -m gateway --config kvrelay.yaml`: one gateway process, in the foreground, logging JSON lines to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from pydantic import ValidationError
+
+from gateway import server
+from gateway.app import create_app
+from gateway.errors import SettingsError
+from gateway.settings import ServerSettings, Settings, load, read_secret
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 after an orderly end, 2 for a configuration that cannot be used."""
+    asked = _arguments().parse_args(argv)
+    _log_to_stderr()
+    try:
+        if asked.die_with_parent:
+            server.die_with_parent()
+        settings = _settings(asked)
+        app = create_app(settings, read_secret(settings.secret_file))
+        listener = server.bind(settings)
+    except SettingsError as error:
+        sys.stderr.write(f"gateway: {error.message}\n")
+        return 2
+    with listener:
+        server.Server(app, settings, asked.ready_file).run(sockets=[listener])
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gateway", description="Runs the kvrelay gateway.")
+    parser.add_argument("--config", type=Path, default=Path("kvrelay.yaml"), help="the configuration file")
+    parser.add_argument("--host", help="in place of server.host")
+    parser.add_argument("--port", type=int, help="in place of server.port; 0 takes a free one")
+    parser.add_argument("--ready-file", type=Path, help='written once it listens: {"url", "pid"}')
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends (Linux)")
+    return parser
+
+
+def _settings(asked: argparse.Namespace) -> Settings:
+    settings = load(asked.config)
+    given = {key: value for key in ("host", "port") if (value := getattr(asked, key)) is not None}
+    try:
+        server_settings = ServerSettings.model_validate(settings.server.model_dump() | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
+    return settings.model_copy(update={"server": server_settings})
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The circuit breaker: keeps calls away from a worker that fails, and lets a few through to see whether it is back.
+
+    closed ──rate of failures over the window──► open ──jittered wait──► half-open ──enough successes──► closed
+                                                   ▲                        │
+                                                   └────── one failure ─────┘
+
+Pure decisions over an injected clock; the caller carries them out. What says nothing about the worker's health (a
+client's mistake, a full queue, a cancellation) is neutral: neither failure nor success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, IntEnum
+from types import TracebackType
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.errors import CircuitOpen
+from workers.api.errors import KvrelayError, Overloaded
+
+
+class State(IntEnum):
+    """The values of the `circuit_state` gauge."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+class Outcome(Enum):
+    SUCCESS = "success"
+    FAILURE = "failure"
+    NEUTRAL = "neutral"
+
+
+class BreakerSettings(BaseModel):
+    """Opens when, of at least `min_outcomes` outcomes within the last `window_s`, a share of `failure_rate` failed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    window: int = Field(default=20, ge=1)
+    window_s: float = Field(default=30.0, gt=0)
+    min_outcomes: int = Field(default=4, ge=1)
+    failure_rate: float = Field(default=0.5, gt=0, le=1)
+    open_s: float = Field(default=2.0, gt=0)
+    jitter: float = Field(default=0.2, ge=0, lt=1)
+    num_probes: int = Field(default=1, ge=1)
+    num_successes: int = Field(default=2, ge=1)
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """What a call's end says about the health of the one that was called."""
+    if error is None:
+        return Outcome.SUCCESS
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit, Overloaded)):
+        return Outcome.NEUTRAL
+    if isinstance(error, KvrelayError) and error.status < 500:
+        return Outcome.NEUTRAL
+    return Outcome.FAILURE
+
+
+class Breaker:
+    """One target's circuit. `with breaker.attempt():` around a call admits it, and learns from how it ends."""
+
+    def __init__(
+        self,
+        target: str,
+        settings: BreakerSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Callable[[], float] = random.random,
+        on_transition: Callable[[str, State], None] = lambda target, to: None,
+    ):
+        self.target = target
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng
+        self._on_transition = on_transition
+        self._state = State.CLOSED
+        self._era = 0  # counts transitions; a result admitted in an earlier era no longer counts
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=settings.window)  # (when, failed)
+        self._reopens_at = 0.0
+        self._probes = 0
+        self._successes = 0
+
+    @property
+    def state(self) -> State:
+        if self._state is State.OPEN and self._clock() >= self._reopens_at:
+            self._enter(State.HALF_OPEN)
+        return self._state
+
+    @property
+    def admits(self) -> bool:
+        """Whether a call would be let through now."""
+        state = self.state
+        return state is State.CLOSED or (state is State.HALF_OPEN and self._probes < self._settings.num_probes)
+
+    def attempt(self) -> Attempt:
+        """Raises `CircuitOpen` where the call is not let through."""
+        if not self.admits:
+            raise CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self._settings.open_s)
+        probing = self._state is State.HALF_OPEN
+        self._probes += probing
+        return Attempt(self, self._era, probing)
+
+    def _record(self, era: int, outcome: Outcome) -> None:
+        if era != self._era or outcome is Outcome.NEUTRAL:
+            return
+        if self._state is State.HALF_OPEN:
+            self._record_probe(outcome)
+        elif self._state is State.CLOSED:
+            self._outcomes.append((self._clock(), outcome is Outcome.FAILURE))
+            if self._failing():
+                self._enter(State.OPEN)
+
+    def _record_probe(self, outcome: Outcome) -> None:
+        self._successes += outcome is Outcome.SUCCESS
+        if outcome is Outcome.FAILURE:
+            self._enter(State.OPEN)
+        elif self._successes >= self._settings.num_successes:
+            self._enter(State.CLOSED)
+
+    def _release(self, era: int) -> None:
+        if era == self._era:
+            self._probes -= 1
+
+    def _failing(self) -> bool:
+        oldest = self._clock() - self._settings.window_s
+        recent = [failed for when, failed in self._outcomes if when >= oldest]
+        if len(recent) < self._settings.min_outcomes:
+            return False
+        return sum(recent) / len(recent) >= self._settings.failure_rate
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._era += 1
+        self._probes = self._successes = 0
+        self._outcomes.clear()
+        if state is State.OPEN:
+            spread = 1 + self._settings.jitter * (2 * self._rng() - 1)
+            self._reopens_at = self._clock() + self._settings.open_s * spread
+        self._on_transition(self.target, state)
+
+
+class Attempt:
+    """One admitted call. What ends it is recorded once; `succeed` may say early that the target is well."""
+
+    def __init__(self, breaker: Breaker, era: int, probing: bool):
+        self._breaker = breaker
+        self._era = era
+        self._probing = probing
+        self._settled = False
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+    def succeed(self) -> None:
+        """The target does its work; how the call ends later matters only if it ends badly."""
+        self._settle(Outcome.SUCCESS)
+
+    def end(self, error: BaseException | None) -> None:
+        """Records the end; a second end is only heard when it is a failure after an early success."""
+        outcome = outcome_of(error)
+        if not self._settled:
+            self._settle(outcome)
+        elif outcome is Outcome.FAILURE:
+            self._breaker._record(self._era, outcome)
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        if self._probing:
+            self._breaker._release(self._era)
+        self._breaker._record(self._era, outcome)

@@ -1,0 +1,350 @@
+"""The life of a request, from the decision to what is filed for the turn after.
+
+    1. decide       the policy picks the route before any model runs
+    2. look up      the prompt's chain hash, in the registry
+    3. read         the small model reads the prompt; its cache stays in the worker
+    4. answer       the small model answers from that cache, with log-probabilities; the policy judges the first tokens
+    5. hand over    not good enough: the large worker maps the small one's cache into its own pool
+    6. answer       the large model reads head and tail natively, attends over the rest, and answers
+    7. remember     the extended cache is filed for the turn after
+
+What fails or is late in 3-6 is counted, told in the path, and answered by a full prefill. `Cascade` decides and calls;
+it knows no HTTP of either side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import structlog
+
+from gateway import asks, handoff, routing
+from gateway.deadline import Deadline
+from gateway.errors import NoUsableWorker
+from gateway.fleet import Fleet, Tier
+from gateway.gathered import Chunk
+from gateway.handoff import Prefill, Rates, Transfer, UseOwn
+from gateway.limits import Shares
+from gateway.metrics import Metrics
+from gateway.policies import Verdict
+from gateway.prefixes import Prefixes
+from gateway.settings import Settings
+from gateway.turn import Found, Turn
+from gateway.worker import Stream, Worker
+from workers.api.errors import (
+    CacheUnusable,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+)
+
+CACHED_CHAT_SHARE = 0.25  # of the time left: so much a handed-over cache gets at least to bring a first token
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all requests share."""
+
+    settings: Settings
+    fleet: Fleet
+    prefixes: Prefixes
+    metrics: Metrics
+    shares: Shares
+
+
+@dataclass(frozen=True)
+class Read:
+    """The small model's cache of the whole prompt; `found` where it came out of the registry."""
+
+    worker: Worker
+    cache_id: str
+    num_tokens: int
+    found: Found | None = None
+
+
+class Cascade:
+    """One request. `chunks()` runs once, in one task; closing it hangs up on whatever worker is at it.
+
+    Raises `InvalidRequest` or `ModelNotFound` when made, for a request that cannot be routed.
+    """
+
+    def __init__(self, parts: Parts, turn: Turn):
+        self._parts = parts
+        self._turn = turn
+        self._times = parts.settings.deadlines
+        self._held = AsyncExitStack()
+        self.policy = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
+        self.decision = routing.decide(turn.request, self.policy, parts.fleet)
+        self.small = next(iter(parts.fleet.tiers.values()))
+        self.target = parts.fleet.tiers[self.decision.tier]
+        turn.report.decided(self.decision)
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The answering worker's chunks. By the first one `turn.report` names tier and path, by the end all else."""
+        with self._parts.shares.one(self._turn.tenant.name):
+            async with self._held:
+                await self.look_up()
+                stream = await self._ROUTES[self.decision.route](self)
+                self._began(stream)
+                async for chunk in stream:
+                    yield chunk
+                await self._ended(stream)
+
+    async def look_up(self) -> None:
+        """What the registry knows of this prompt, for every tier that may be asked."""
+        if self._turn.stores:
+            alone = self.decision.route == "answer" or self.small is self.target
+            tiers = [self.target] if alone else [self.small, self.target]
+            await self._parts.prefixes.look_up(self._turn, tiers)
+
+    # The three routes
+
+    async def _answer(self) -> Stream:
+        """One tier alone."""
+        self._decided("answer")
+        return await self._natively(self.target)
+
+    async def _cascade(self) -> Stream:
+        """The first tier reads and answers, its first tokens are judged; the target takes over if they won't do."""
+        by = self._turn.deadline.share(self._times.small_share)
+        try:
+            read, stream = await self._small_answer(by)
+            with self._turn.upstream("small_answer"):
+                logprobs = await stream.first_logprobs(self.policy.num_judged_tokens, by)
+        except KvrelayError as error:
+            return await self._fall_back(error)
+        verdict = self._judged(self.policy.judge(logprobs))
+        if verdict.accept:
+            return stream
+        if not self.target.is_usable:
+            self._fell_back("large_no_usable_worker")
+            return stream
+        await stream.aclose()
+        return await self._take_over(read)
+
+    async def _escalate(self) -> Stream:
+        """The first tier only reads; the target answers."""
+        self._decided("escalate")
+        return await self._take_over(None)
+
+    _ROUTES = {"answer": _answer, "cascade": _cascade, "escalate": _escalate}
+
+    # 3. and 4.: the small model reads and answers
+
+    async def _small_answer(self, by: Deadline) -> tuple[Read | None, Stream]:
+        """The small model's answer under way, and the cache that it answers from."""
+        if not self._turn.stores:
+            return None, await self._open(self.small.pick(), by, judged=True)
+        read = await self._read(by)
+        try:
+            return read, await self._open(read.worker, by, cache_id=read.cache_id, judged=True)
+        except CacheUnusable:
+            if read.found is None:
+                raise
+            await self._parts.prefixes.forget(self._turn, self.small.name, read.found)
+        return await self._small_answer(by)  # evicted, or lost in a restart: a miss
+
+    async def _read(self, by: Deadline) -> Read:
+        """The whole prompt in a small worker's cache: found there, or read now and filed."""
+        known = self._turn.known[self.small.name]
+        whole, nearest = known.whole, known.best(exact_only=True)
+        if whole is not None and self.small.workers[whole.entry.worker].is_usable:
+            return Read(self.small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
+        with self._turn.upstream("small_prefill"):
+            worker = self.small.pick(preferred=nearest.entry.worker if nearest else None)
+            reply = await worker.prefill(asks.prefill(self._turn, self._parts.settings.handoff, by), by)
+        self._turn.report.small_prefill_ms = reply.prefill_ms
+        await self._parts.prefixes.file_prompt(self._turn, self.small.name, worker.id, reply)
+        return Read(worker, reply.cache_id, reply.num_tokens)
+
+    # 5. and 6.: the target takes over
+
+    async def _take_over(self, read: Read | None) -> Stream:
+        """The target answers, from the best that there is: its own cache, the small model's, or nothing."""
+        self._turn.escalated_at = time.monotonic()
+        if not self._turn.may_map:
+            return await self._natively(self.target)
+        stream = await self._from_own_at_once()
+        if stream is not None:
+            return stream
+        try:
+            if read is None:
+                read = await self._read(self._turn.deadline.share(self._times.small_share))
+                self._turn.escalated_at = time.monotonic()
+            return await self._hand_over(read)
+        except KvrelayError as error:
+            return await self._fall_back(error)
+
+    async def _from_own_at_once(self) -> Stream | None:
+        """From a cache of its own that leaves little unread, the target answers without the small model's help."""
+        own = self._turn.known[self.target.name].best()
+        if own is None or own.num_messages < self._turn.num_stable:
+            return None
+        unread = self._turn.unread_bytes(own.num_messages)
+        if unread > self._parts.settings.handoff.max_unread_bytes:
+            return None
+        try:
+            return await self._from_own(own, own.entry.num_tokens + unread)
+        except KvrelayError as error:
+            log.info("own_cache_failed", code=error.code)
+            return None
+
+    async def _hand_over(self, read: Read) -> Stream:
+        """Plans by the counts and rates at hand, and carries the plan out."""
+        self._turn.phase = "transfer"
+        known = self._turn.known[self.target.name]
+        worker = self.target.pick(preferred=known.found[0].entry.worker if known.found else None)
+        rates = Rates(worker.prefill_tokens_per_s, worker.map_tokens_per_s)
+        remaining_s = self._turn.deadline.remaining_s
+        match handoff.plan(
+            read.num_tokens, known.found, rates, remaining_s, self._parts.settings.handoff, self._times
+        ):
+            case UseOwn(found):
+                return await self._from_own(found, read.num_tokens)
+            case Transfer(num_tokens, budget_s):
+                return await self._from_handoff(read, worker, num_tokens, budget_s)
+            case Prefill(reason, failed):
+                if failed:
+                    self._fell_back(reason)
+        return await self._plain(self.target)
+
+    async def _from_handoff(self, read: Read, worker: Worker, num_tokens: int, budget_s: float) -> Stream:
+        """The small model's cache, mapped into the target's pool; and the answer from it."""
+        turn, settings, metrics = self._turn, self._parts.settings.handoff, self._parts.metrics
+        by = Deadline.after(budget_s).earlier(turn.deadline)
+        request = asks.transfer(
+            turn, settings, cache_id=read.cache_id, source_worker=read.worker.id, num_tokens=num_tokens, by=by
+        )
+        started = time.monotonic()
+        try:
+            with turn.upstream("transfer"):
+                reply = await worker.transfer(request, by)
+        except KvrelayError as error:
+            metrics.kv_transfer.labels(error.code).inc()
+            if isinstance(error, CacheUnusable) and read.found is not None:
+                await self._parts.prefixes.forget(turn, self.small.name, read.found)
+            raise
+        took_s = time.monotonic() - started
+        turn.report.transferred(reply, took_s * 1000)
+        metrics.transferred(reply, took_s, reply.num_tokens / worker.prefill_tokens_per_s)
+        stream = await self._from_cache(worker, reply.cache_id, read.num_tokens)
+        turn.report.path = "mapped"
+        return stream
+
+    async def _from_own(self, own: Found, num_tokens: int) -> Stream:
+        """From a cache that a worker of the target tier holds. `num_tokens` bounds the prompt's."""
+        tier = self.target
+        try:
+            stream = await self._from_cache(tier.workers[own.entry.worker], own.entry.cache_id, num_tokens)
+        except CacheUnusable:
+            await self._parts.prefixes.forget(self._turn, tier.name, own)
+            raise
+        self._turn.report.path = "exact" if own.entry.is_exact else "mapped"
+        return stream
+
+    async def _from_cache(self, worker: Worker, cache_id: str, num_tokens: int) -> Stream:
+        """Leaves time for a full prefill if no token comes, though a cache that stands ready gets its share."""
+        needed_s = num_tokens / worker.prefill_tokens_per_s + self._times.decode_reserve_s
+        in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
+        return await self._open(worker, max(in_time, fair, key=lambda deadline: deadline.at), cache_id=cache_id)
+
+    # Natively: the route of one tier alone, and the way out of every failure
+
+    async def _natively(self, tier: Tier) -> Stream:
+        """From the tier's own exact cache where it holds one, else by a full prefill."""
+        known = self._turn.known.get(tier.name)
+        own = known.best(exact_only=True) if known else None
+        if own is None:
+            return await self._plain(tier)
+        try:
+            return await self._from_own(own, own.entry.num_tokens + self._turn.unread_bytes(own.num_messages))
+        except KvrelayError as error:
+            return await self._fall_back(error)
+
+    async def _plain(self, tier: Tier) -> Stream:
+        """A full prefill, on the next worker where one fails before its first token."""
+        failed: dict[str, KvrelayError] = {}
+        while True:
+            try:
+                worker = tier.pick(avoid=failed)
+            except NoUsableWorker as error:
+                return await self._from_small_in_need(failed.popitem()[1] if failed else error)
+            try:
+                return await self._open(worker, self._turn.deadline)
+            except KvrelayError as error:
+                if error.status < 500 or isinstance(error, DeadlineExceeded):
+                    raise
+                failed[worker.id] = error
+
+    async def _fall_back(self, error: KvrelayError) -> Stream:
+        """A full prefill, in place of the fast path that failed."""
+        in_small = self._turn.phase.startswith("small")
+        if in_small and isinstance(error, InvalidRequest) and not isinstance(error, ContextLengthExceeded):
+            raise error  # the client's mistake, which the target would only find again
+        prefix = {"small_prefill": "small_", "small_answer": "small_", "large_answer": "large_"}
+        self._fell_back(prefix.get(self._turn.phase, "") + error.code)
+        return await self._plain(self.target)
+
+    async def _from_small_in_need(self, error: KvrelayError) -> Stream:
+        """Nobody of the target tier can answer: the small model does, where the request leaves the choice to us."""
+        report = self._turn.report
+        if self.decision.route == "answer" or isinstance(error, Overloaded) or report.path.startswith("fallback:small"):
+            raise error
+        self._fell_back(f"large_{error.code}")
+        return await self._open(self.small.pick(), self._turn.deadline)
+
+    async def _open(
+        self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
+    ) -> Stream:
+        request = asks.chat(self._turn, self._parts.settings.handoff, cache_id=cache_id, judged=judged)
+        phase = "small_answer" if worker.tier == self.small.name else "large_answer"
+        with self._turn.upstream(phase):
+            stream = await worker.open_chat(request, first_by=first_by, deadline=self._turn.deadline)
+        self._held.push_async_callback(stream.aclose)
+        return stream
+
+    # What is told, counted and remembered
+
+    def _decided(self, decision: str) -> None:
+        report = self._turn.report
+        self._parts.metrics.cascade_decisions.labels(report.policy, decision, report.reason).inc()
+
+    def _judged(self, verdict: Verdict) -> Verdict:
+        report = self._turn.report
+        report.confidence, report.reason = verdict.confidence, verdict.reason
+        if verdict.confidence is not None:
+            self._parts.metrics.cascade_confidence.observe(verdict.confidence)
+        self._decided("accept" if verdict.accept else "escalate")
+        return verdict
+
+    def _fell_back(self, reason: str) -> None:
+        self._turn.report.path = f"fallback:{reason}"
+        self._parts.metrics.full_prefill_fallback.labels(reason).inc()
+        log.info("fell_back", request_id=self._turn.id, reason=reason)
+
+    def _began(self, stream: Stream) -> None:
+        turn, now = self._turn, time.monotonic()
+        turn.phase = "stream"
+        turn.report.tier = stream.worker.tier
+        turn.model = self._parts.fleet.tiers[stream.worker.tier].model
+        turn.report.ttft_ms = turn.since_arrival_ms(now)
+        if turn.escalated_at is not None and stream.worker.tier == self.target.name:
+            turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
+        self._parts.metrics.began(turn.report, turn.overhead_ms)
+
+    async def _ended(self, stream: Stream) -> None:
+        """7. The extended cache, for the turn after; and what the worker told of its work."""
+        turn, usage = self._turn, stream.answer.kv
+        if usage is not None:
+            turn.report.answered(usage)
+            stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
+        if turn.stores:
+            await self._parts.prefixes.file_answer(turn, stream)
+        self._parts.metrics.ended(turn.report, turn.since_arrival_ms(time.monotonic()))

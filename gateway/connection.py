@@ -1,0 +1,145 @@
+"""The client's end: racing its hang-up, reading its body in time, streaming to it with keep-alives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ClientDisconnected, RequestTimeout
+
+T = TypeVar("T")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+STALL_S = 30.0  # a client that takes nothing for so long has hung up in all but name
+
+
+async def read_body(request: Request, within_s: float) -> bytes:
+    """Raises `RequestTimeout` for a client that sends too slowly."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await request.body()
+    except TimeoutError as error:
+        raise RequestTimeout(f"the body did not arrive within {within_s:g} s") from error
+
+
+class HangUp:
+    """Waits beside the work for the client to hang up. To be made once the body has been read."""
+
+    def __init__(self, receive: Receive):
+        self._listener = asyncio.create_task(_disconnected(receive))
+
+    async def race(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """The result of the work; or `ClientDisconnected`, once the work is cancelled and has cleaned up.
+
+        After `timeout_s` it raises `TimeoutError`, and the work is cancelled likewise.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._listener}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._listener.done():
+                raise ClientDisconnected("the client hung up")
+            raise TimeoutError
+        finally:
+            await _stop(task)
+
+    async def aclose(self) -> None:
+        await _stop(self._listener)
+
+
+class Pump:
+    """Runs an async generator in one task of its own, one item ahead at most; closing it cancels that task."""
+
+    def __init__(self, items: AsyncGenerator[bytes, None]):
+        self._queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue(maxsize=1)
+        self._task = asyncio.create_task(self._run(items))
+
+    async def next(self) -> bytes | None:
+        """The next item; None at the end. Raises what the generator raised."""
+        item = await self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        await _stop(self._task)
+
+    async def _run(self, items: AsyncGenerator[bytes, None]) -> None:
+        end: Exception | None = None
+        async with aclosing(items):
+            try:
+                async for item in items:
+                    await self._queue.put(item)
+            except Exception as error:
+                end = error
+        await self._queue.put(end)
+
+
+class EventStream(Response):
+    """Server-sent events whose first frame is already there. Ends early when the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        pump: Pump,
+        hang_up: HangUp,
+        *,
+        headers: dict[str, str],
+        keep_alive_s: float,
+        on_hang_up: Callable[[], None],
+    ):
+        super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._pump = pump
+        self._hang_up = hang_up
+        self._keep_alive_s = keep_alive_s
+        self._on_hang_up = on_hang_up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._hang_up), aclosing(self._pump):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._send_frames(send)
+            except (ClientDisconnected, TimeoutError):
+                self._on_hang_up()
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_frames(self, send: Send) -> None:
+        frame: bytes | None = self._first
+        while frame is not None:
+            await self._hang_up.race(_send(send, frame), STALL_S)
+            frame = await self._next()
+
+    async def _next(self) -> bytes | None:
+        try:
+            return await self._hang_up.race(self._pump.next(), self._keep_alive_s)
+        except TimeoutError:
+            return KEEP_ALIVE
+
+
+async def _send(send: Send, frame: bytes) -> None:
+    await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    """Cancels the task and waits until it has cleaned up."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,48 @@
+"""How long a request may still take."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from workers.api.errors import DeadlineExceeded
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """An instant on a monotonic clock, in seconds."""
+
+    at: float
+    clock: Clock = field(default=time.monotonic, repr=False)
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        return cls(clock() + seconds, clock)
+
+    @property
+    def remaining_s(self) -> float:
+        return self.at - self.clock()
+
+    def share(self, fraction: float) -> Deadline:
+        """The instant at which `fraction` of what is left now has passed."""
+        return Deadline.after(max(0.0, self.remaining_s) * fraction, self.clock)
+
+    def less(self, reserve_s: float) -> Deadline:
+        return Deadline(self.at - reserve_s, self.clock)
+
+    def earlier(self, other: Deadline) -> Deadline:
+        return min(self, other, key=lambda deadline: deadline.at)
+
+    async def bound(self, what: str, awaitable: Awaitable[T]) -> T:
+        """Waits until the deadline at most; then cancels and raises `DeadlineExceeded`."""
+        try:
+            async with asyncio.timeout(max(0.0, self.remaining_s)):
+                return await awaitable
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{what} took too long") from error

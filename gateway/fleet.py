@@ -1,0 +1,134 @@
+"""The workers by tier, who among them is asked next, and the watch that notices restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+
+import httpx
+import structlog
+
+from gateway.breaker import Breaker
+from gateway.errors import ModelNotFound, NoUsableWorker
+from gateway.limits import Gate
+from gateway.metrics import OTHER, Metrics
+from gateway.settings import AUTO, Settings, TierSettings
+from gateway.worker import Worker
+from workers.api.client import WorkerClient
+
+log = structlog.get_logger()
+
+
+class Tier:
+    """Equal workers behind one public model name."""
+
+    def __init__(self, name: str, model: str, workers: Sequence[Worker]):
+        self.name = name
+        self.model = model
+        self.workers = {worker.id: worker for worker in workers}
+
+    @property
+    def is_usable(self) -> bool:
+        """Some worker was seen to be well, and its circuit lets calls through."""
+        return any(worker.is_usable and worker.info is not None for worker in self.workers.values())
+
+    def pick(self, preferred: str | None = None, avoid: Collection[str] = ()) -> Worker:
+        """The preferred worker where it is usable, else the least busy one. Raises `NoUsableWorker`."""
+        usable = [worker for worker in self.workers.values() if worker.is_usable and worker.id not in avoid]
+        if not usable:
+            raise NoUsableWorker(f"no worker of tier {self.name} is usable now", retry_after_s=2.0)
+        return min(usable, key=lambda worker: (worker.id != preferred, worker.num_in_flight))
+
+
+class Fleet:
+    """All tiers, small to large. `watch` keeps an eye on every worker until it is cancelled."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        secret: str,
+        metrics: Metrics,
+        transports: Mapping[str, httpx.AsyncBaseTransport],
+    ):
+        self._settings = settings
+        self._secret = secret
+        self._metrics = metrics
+        self._transports = transports
+        self.tiers = {tier.name: self._tier(tier) for tier in settings.tiers}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tiers)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [worker for tier in self.tiers.values() for worker in tier.workers.values()]
+
+    def named(self, model: str) -> Tier | None:
+        """The tier behind a model name; None for `auto`. Raises `ModelNotFound`, naming what there is."""
+        if model == AUTO:
+            return None
+        for tier in self.tiers.values():
+            if model in (tier.name, tier.model):
+                return tier
+        raise ModelNotFound(f"unknown model {model[:80]!r}; known: {', '.join(self.model_names)}", param="model")
+
+    @property
+    def model_names(self) -> list[str]:
+        names = [AUTO, *(name for tier in self.tiers.values() for name in (tier.name, tier.model))]
+        return list(dict.fromkeys(names))
+
+    def label(self, model: object) -> str:
+        """A model name that may stand in a metric."""
+        return model if isinstance(model, str) and model in self.model_names else OTHER
+
+    async def watch(self) -> None:
+        await asyncio.gather(*(self._watch(worker) for worker in self.workers))
+
+    async def look(self) -> None:
+        """Looks at every worker once, all at the same time."""
+        await asyncio.gather(*(worker.look() for worker in self.workers))
+
+    async def aclose(self) -> None:
+        for worker in self.workers:
+            with suppress(httpx.HTTPError):
+                await worker.client.aclose()
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await asyncio.sleep(self._settings.deadlines.worker_poll_s * (0.8 + 0.4 * random.random()))
+            await worker.look()
+
+    def _tier(self, tier: TierSettings) -> Tier:
+        gate = Gate(
+            tier.name,
+            max_running=self._settings.limits.max_concurrency_per_tier,
+            max_waiting=self._settings.limits.max_queue_per_tier,
+            on_change=lambda running, waiting: self._metrics.tier_load(tier.name, running, waiting),
+        )
+        ids = [worker_id for worker_id, worker in self._settings.workers.items() if worker.tier == tier.name]
+        return Tier(tier.name, tier.model, [self._worker(worker_id, gate) for worker_id in ids])
+
+    def _worker(self, worker_id: str, gate: Gate) -> Worker:
+        settings = self._settings.workers[worker_id]
+        client = WorkerClient(settings.url, self._secret, transport=self._transports.get(worker_id))
+        return Worker(
+            worker_id,
+            settings.tier,
+            client,
+            gate=gate,
+            breaker=self._breaker(worker_id),
+            transfers=self._breaker(f"{worker_id}/transfer"),
+            times=self._settings.deadlines,
+            on_restart=self._restarted,
+        )
+
+    def _restarted(self, worker_id: str) -> None:
+        self._metrics.worker_restarts.labels(worker_id).inc()
+        log.info("worker_restarted", worker=worker_id)
+
+    def _breaker(self, target: str) -> Breaker:
+        self._metrics.circuit_state.labels(target).set(0)
+        return Breaker(target, self._settings.breaker, on_transition=self._metrics.circuit_changed)

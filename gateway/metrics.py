@@ -1,0 +1,117 @@
+"""What is counted, under the names of vLLM after the prefix `kvrelay_` where vLLM has one.
+
+No label ever takes a key, a user, a hash, a request id or a raw client string: `Labels` maps what a client wrote to
+what is configured, else to `other`.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from gateway.breaker import State
+from gateway.turn import Report
+from workers.api.schemas import TransferReply
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+OVERHEAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+CONFIDENCE_BUCKETS = (-8.0, -4.0, -2.0, -1.5, -1.0, -0.8, -0.6, -0.5, -0.4, -0.3, -0.2, -0.1, 0.0)
+OTHER = "other"
+
+
+class Metrics:
+    """One set of metrics for one app, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        count, gauge, spread = self._counter, self._gauge, self._histogram
+
+        self.requests = count("requests_total", "Requests by model and HTTP status", "model", "status")
+        self.time_to_first_token = spread(
+            "time_to_first_token_seconds", "Arrival to the first token", TTFT_BUCKETS, "tier", "path"
+        )
+        self.inter_token_latency = spread(
+            "inter_token_latency_seconds", "Between two chunks of an answer", TOKEN_BUCKETS, "tier"
+        )
+        self.e2e_request_latency = spread(
+            "e2e_request_latency_seconds", "Arrival to the end of the answer", LATENCY_BUCKETS, "tier"
+        )
+        self.request_prefill_time = spread(
+            "request_prefill_time_seconds", "What the answering model took to read natively", TTFT_BUCKETS, "tier"
+        )
+        self.overhead = spread("overhead_seconds", "Time in the gateway, workers not counted", OVERHEAD_BUCKETS)
+        self.num_requests_running = gauge("num_requests_running", "Calls under way to a tier", "tier")
+        self.num_requests_waiting = gauge("num_requests_waiting", "Calls that wait for a place in a tier", "tier")
+
+        self.prefix_cache_queries = count("prefix_cache_queries_total", "Prefixes looked up", "tier")
+        self.prefix_cache_hits = count("prefix_cache_hits_total", "Prefixes found", "tier")
+        self.prefix_cache_stale = count("prefix_cache_stale_total", "Prefixes found and lost at the worker", "tier")
+        self.registry_ops = count("registry_ops_total", "Registry operations", "op", "result")
+
+        self.cascade_decisions = count(
+            "cascade_decisions_total", "What the policy decided", "policy", "decision", "reason"
+        )
+        self.cascade_confidence = spread(
+            "cascade_confidence", "Mean log-probability of the judged tokens", CONFIDENCE_BUCKETS
+        )
+        self.full_prefill_fallback = count(
+            "full_prefill_fallback_total", "Answers that a failed fast path left to a full prefill", "reason"
+        )
+        self.kv_transfer = count("kv_transfer_total", "Handoffs tried", "result")
+        self.kv_transfer_duration = spread("kv_transfer_duration_seconds", "Time of a handoff", TTFT_BUCKETS)
+        self.kv_transfer_bytes = count("kv_transfer_bytes_total", "Bytes handed over")
+        self.kv_transfer_tokens = count("kv_transfer_tokens_total", "Tokens handed over")
+        self.prefill_seconds_saved = count(
+            "prefill_seconds_saved_total", "Predicted prefill of what was handed over, less the time of the handoff"
+        )
+
+        self.circuit_state = gauge("circuit_state", "0 closed, 1 half-open, 2 open", "target")
+        self.circuit_transitions = count("circuit_transitions_total", "Circuit changes", "target", "to")
+        self.worker_restarts = count("worker_restarts_total", "Restarts noticed by a new epoch", "target")
+        self.client_disconnects = count("client_disconnects_total", "Clients that hung up", "phase")
+
+    def circuit_changed(self, target: str, to: State) -> None:
+        self.circuit_state.labels(target).set(to)
+        self.circuit_transitions.labels(target, to.name.lower()).inc()
+
+    def began(self, report: Report, overhead_ms: float) -> None:
+        """The first token is there."""
+        path = "fallback" if report.fell_back else report.path
+        self.time_to_first_token.labels(report.tier, path).observe((report.ttft_ms or 0.0) / 1000)
+        self.overhead.observe(max(overhead_ms, 0.0) / 1000)
+
+    def ended(self, report: Report, took_ms: float) -> None:
+        self.e2e_request_latency.labels(report.tier).observe(took_ms / 1000)
+        if report.prefill_ms is not None:
+            self.request_prefill_time.labels(report.tier).observe(report.prefill_ms / 1000)
+
+    def transferred(self, reply: TransferReply, took_s: float, prefill_s: float) -> None:
+        """A handoff that took `took_s`, in place of a prefill predicted to take `prefill_s`."""
+        self.kv_transfer.labels("ok").inc()
+        self.kv_transfer_duration.observe(took_s)
+        self.kv_transfer_bytes.inc(reply.bytes)
+        self.kv_transfer_tokens.inc(reply.num_tokens)
+        self.prefill_seconds_saved.inc(max(0.0, prefill_s - took_s))
+
+    def tier_load(self, tier: str, running: int, waiting: int) -> None:
+        self.num_requests_running.labels(tier).set(running)
+        self.num_requests_waiting.labels(tier).set(waiting)
+
+    def registry_op(self, op: str, result: str) -> None:
+        self.registry_ops.labels(op, result).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"kvrelay_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"kvrelay_{name}", what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"kvrelay_{name}", what, labels, buckets=buckets, registry=self.registry)

@@ -1,0 +1,114 @@
+"""Pure ASGI, outermost first: `Trace` names and measures every request, `Bounds` refuses what is too large."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+
+import orjson
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import HeadersTooLarge, RequestTooLarge, reply_headers
+from gateway.metrics import Metrics
+from gateway.settings import Limits
+from workers.api.errors import KvrelayError
+
+REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
+UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
+
+log = structlog.get_logger()
+
+
+class Trace:
+    """Gives the request its id (the client's where that is clean) and arrival time; counts and logs how it ended.
+
+    The route leaves the model's label, tier and path in `scope["state"]`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state |= {"request_id": _request_id(scope), "arrived_at": time.monotonic(), "status": 499}
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            self._ended(scope, state)
+
+    def _ended(self, scope: Scope, state: dict[str, object]) -> None:
+        if scope["path"] in UNMETERED:
+            return
+        self._metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
+        took_ms = round((time.monotonic() - float(str(state["arrived_at"]))) * 1000, 1)
+        told = {key: state[key] for key in ("tier", "path") if key in state}
+        log.info("request", request_id=state["request_id"], status=state["status"], took_ms=took_ms, **told)
+
+
+class Bounds:
+    """Refuses headers and bodies over the limits; a body without a length is counted as it comes."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except KvrelayError as error:
+            await _refuse(error, send)
+            return
+        await self._app(scope, self._counting(receive), send)
+
+    def _check(self, scope: Scope) -> None:
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if num_bytes > self._limits.max_header_bytes:
+            raise HeadersTooLarge(f"{num_bytes} bytes of headers; at most {self._limits.max_header_bytes} are allowed")
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
+            raise self._too_large(int(length))
+
+    def _counting(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limits.max_body_bytes:
+                raise self._too_large(num_bytes)
+            return message
+
+        return counted
+
+    def _too_large(self, num_bytes: int) -> RequestTooLarge:
+        return RequestTooLarge(f"a body of {num_bytes} bytes; at most {self._limits.max_body_bytes} are allowed")
+
+
+async def _refuse(error: KvrelayError, send: Send) -> None:
+    headers = reply_headers(error) | {"content-type": "application/json", "connection": "close"}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": orjson.dumps(error.body())})
+
+
+def _request_id(scope: Scope) -> str:
+    offered = Headers(scope=scope).get("x-request-id", "")
+    return offered if REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex

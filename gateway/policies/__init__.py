@@ -1,0 +1,34 @@
+"""Policies by name, one file each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from gateway.policies.always_escalate import AlwaysEscalate
+from gateway.policies.base import Decision, Policy, Route, Verdict
+from gateway.policies.confidence import Confidence
+from gateway.policies.fixed import Fixed
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, Confidence, AlwaysEscalate)}
+
+__all__ = ["POLICIES", "Decision", "Policy", "Route", "Verdict", "build"]
+
+
+def build(settings: dict[str, Any]) -> Policy:
+    """The policy that `{name, ...}` describes. Raises `ValueError` for an unknown name, key or value."""
+    name = settings.get("name")
+    policy = POLICIES.get(name) if isinstance(name, str) else None
+    if policy is None:
+        raise ValueError(f"policy.name: unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    values = {key: value for key, value in settings.items() if key != "name"}
+    unknown = sorted(map(str, values.keys() - policy.model_fields.keys()))
+    if unknown:
+        known = ", ".join(["name", *policy.model_fields])
+        raise ValueError(f"policy.{unknown[0]}: unknown key of policy {name}; known: {known}")
+    try:
+        return policy(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"policy.{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error

@@ -1,0 +1,31 @@
+"""Registries by URL scheme; each one's module is imported only when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from gateway.registry.base import Entry, Registry
+from gateway.settings import RegistrySettings
+
+__all__ = ["Entry", "Registry", "connect"]
+
+
+def connect(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
+    """The registry that `settings.url` names. Connects lazily: a Redis that is down does not stop the start."""
+    return _MAKERS[urlsplit(settings.url).scheme](settings, on_op)
+
+
+def _memory(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
+    from gateway.registry.memory import MemoryRegistry
+
+    return MemoryRegistry(settings.max_entries, on_op=on_op)
+
+
+def _redis(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
+    from gateway.registry.redis import RedisRegistry
+
+    return RedisRegistry(settings.url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
+
+
+_MAKERS = {"memory": _memory, "redis": _redis, "rediss": _redis}

@@ -1,0 +1,55 @@
+"""Where prefixes are remembered: chain hash -> the cache that a worker holds of it.
+
+What stands here is a hint. A loss is a miss, a stale entry is noticed by its epoch or refused by the worker; no
+operation raises, and none costs a request more than its configured time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from workers.api.schemas import CacheId, Digest, Provenance
+
+
+class Entry(BaseModel):
+    """One cache of one prefix. `num_tokens` counts the tokens of the messages that it is filed under."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    cache_id: CacheId
+    worker: str
+    epoch: str
+    tenant: str
+    num_tokens: int = Field(ge=0)
+    digest: Digest | None = None
+    provenance: Provenance
+    expires_at: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.provenance == "exact"
+
+
+class Registry(ABC):
+    """Every method returns within the configured time, whatever happens; the outcome goes to `on_op(op, result)`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    async def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        """The entries, in the order of `keys`; None for what is absent, expired or unreadable."""
+
+    @abstractmethod
+    async def put_many(self, entries: Mapping[str, Entry]) -> None:
+        """Files the entries until each expires. An entry that is already there is replaced."""
+
+    @abstractmethod
+    async def forget(self, key: str, entry: Entry) -> None:
+        """Deletes the entry, unless another cache stands under `key` by now."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...

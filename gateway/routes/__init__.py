@@ -1,0 +1,1 @@
+"""The gateway's HTTP surface: reads what a client sends, shapes what it gets. Decides nothing."""

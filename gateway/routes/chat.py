@@ -1,0 +1,94 @@
+"""`/v1/chat/completions` and `/v1/cascade/explain`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.cascade import Cascade
+from gateway.connection import EventStream, HangUp, Pump, read_body
+from gateway.deadline import Deadline
+from gateway.errors import ClientDisconnected
+from gateway.explain import explain
+from gateway.replies import completion, frames
+from gateway.routes.replies import json_reply
+from gateway.schemas import parse_chat
+from gateway.turn import Turn
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    turn = await _turn(request)
+    cascade = Cascade(request.app.state.gateway.parts, turn)
+    if turn.request.kvrelay.explain:
+        turn.report.explained = await explain(cascade, turn, request.app.state.gateway.settings)
+    hang_up = HangUp(request.receive)
+    try:
+        return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
+    except ClientDisconnected:
+        _count_hang_up(request, turn)
+        await hang_up.aclose()
+        raise
+    except BaseException:
+        await hang_up.aclose()
+        raise
+
+
+async def _whole(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
+    body = await hang_up.race(completion(turn, cascade.chunks()))
+    await hang_up.aclose()
+    return json_reply(body, headers=_headers(request, turn))
+
+
+async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
+    """The status is held until there is content: what fails before is a real HTTP error."""
+    pump = Pump(frames(turn, cascade.chunks()))
+    try:
+        first = await hang_up.race(pump.next())
+    except BaseException:
+        await pump.aclose()
+        raise
+    assert first is not None
+    return EventStream(
+        first,
+        pump,
+        hang_up,
+        headers=_headers(request, turn),
+        keep_alive_s=request.app.state.gateway.settings.deadlines.keep_alive_s,
+        on_hang_up=lambda: _count_hang_up(request, turn),
+    )
+
+
+@router.post("/v1/cascade/explain")
+async def cascade_explain(request: Request) -> Response:
+    turn = await _turn(request)
+    gateway = request.app.state.gateway
+    return json_reply(await explain(Cascade(gateway.parts, turn), turn, gateway.settings))
+
+
+async def _turn(request: Request) -> Turn:
+    """Who asks for what: authenticated before a byte of the body is read."""
+    gateway = request.app.state.gateway
+    settings = gateway.settings
+    tenant = gateway.tenants.authenticate(request.headers.get("authorization"))
+    asked = parse_chat(await read_body(request, settings.deadlines.body_s), settings.limits)
+    request.state.model_label = gateway.parts.fleet.label(asked.model)
+    deadline = Deadline.after(settings.deadlines.request_s)
+    return Turn(request.state.request_id, tenant, asked, deadline, request.state.arrived_at)
+
+
+def _headers(request: Request, turn: Turn) -> dict[str, str]:
+    request.state.tier, request.state.path = turn.report.tier, turn.report.path
+    return {
+        "x-kvrelay-path": turn.report.path,
+        "x-kvrelay-model": turn.model,
+        "x-kvrelay-overhead-ms": f"{turn.overhead_ms:.2f}",
+    }
+
+
+def _count_hang_up(request: Request, turn: Turn) -> None:
+    request.state.status = ClientDisconnected.status
+    request.app.state.gateway.parts.metrics.client_disconnects.labels(turn.phase).inc()

@@ -1,0 +1,51 @@
+"""The decision before any model runs: which policy, over which tiers."""
+
+from __future__ import annotations
+
+from gateway import policies
+from gateway.fleet import Fleet
+from gateway.policies import Decision, Policy
+from gateway.schemas import ChatCompletionRequest, KvrelayOptions
+from workers.api.errors import InvalidRequest
+
+NAMED = "named"  # stands as the policy where the client named the model
+
+
+def choose_policy(options: KvrelayOptions, configured: Policy) -> Policy:
+    """The configured policy, or the one that the request names, with its defaults. Raises `InvalidRequest`."""
+    if options.policy is None or options.policy == configured.name:
+        return configured
+    try:
+        return policies.build({"name": options.policy})
+    except ValueError as error:
+        raise InvalidRequest(f"kvrelay.policy: {error}", param="kvrelay.policy") from error
+
+
+def decide(request: ChatCompletionRequest, policy: Policy, fleet: Fleet) -> Decision:
+    """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`."""
+    options = request.kvrelay
+    named, tiers = fleet.named(request.model), _allowed(options, fleet)
+    if named is None:
+        return policy.decide(tiers)
+    if named.name not in tiers:
+        raise InvalidRequest(
+            f"model {named.name!r} lies above max_tier {options.max_tier!r}; allowed: {', '.join(tiers)}",
+            param="kvrelay.max_tier",
+        )
+    if options.policy is not None:
+        raise InvalidRequest(
+            f"kvrelay.policy: a policy chooses among models; leave it out, or ask for 'auto' instead of {named.name!r}",
+            param="kvrelay.policy",
+        )
+    return Decision("answer", named.name, NAMED, NAMED, forced=True)
+
+
+def _allowed(options: KvrelayOptions, fleet: Fleet) -> list[str]:
+    if options.max_tier is None:
+        return fleet.names
+    if options.max_tier not in fleet.names:
+        raise InvalidRequest(
+            f"kvrelay.max_tier: unknown tier {options.max_tier!r}; known: {', '.join(fleet.names)}",
+            param="kvrelay.max_tier",
+        )
+    return fleet.names[: fleet.names.index(options.max_tier) + 1]

@@ -1,0 +1,146 @@
+"""The gateway's request, as clients write it: the OpenAI one, plus the optional field `kvrelay`.
+
+A field that the engine lacks is refused by name; one that changes no answer is accepted and ignored; a salt that the
+client sends is dropped, since the tenant's salt is the gateway's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from gateway.errors import RequestTooLarge
+from gateway.prefix import plain
+from gateway.settings import Limits
+from workers.api.errors import InvalidRequest
+from workers.api.schemas import Message, StreamOptions
+
+MAX_DEPTH = 64
+SHOWN_CHARS = 80
+
+
+class KvrelayOptions(BaseModel):
+    """The `kvrelay` request field. `exact` allows no mapped cache in the making of the answer; `no_cache` neither
+    reads nor stores; `agreement_probe` N compares N tokens with a full prefill (0: not)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str | None = None
+    max_tier: str | None = None
+    exact: bool = False
+    explain: bool = False
+    no_cache: bool = False
+    agreement_probe: int = Field(default=0, ge=0, le=64)
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    kvrelay: KvrelayOptions = KvrelayOptions()
+
+    # The values that mean "nothing asked for"; any other is refused, naming what is allowed.
+    n: Literal[1] = 1
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
+    response_format: TextFormat | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+
+    # Accepted and ignored.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    parallel_tool_calls: Any = None
+    cache_salt: Any = None
+    tenant_salt: Any = None
+
+    @field_validator("n", "presence_penalty", "frequency_penalty", "response_format", "kvrelay", mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages as workers get them: no marks, content as one text."""
+        return [plain(message) for message in self.messages]
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def parse_chat(raw: bytes, limits: Limits) -> ChatCompletionRequest:
+    """Raises `InvalidRequest` naming the field, the value and what is allowed, or `RequestTooLarge`."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {type(body).__name__}; an object is needed")
+    if _deeper_than(body, MAX_DEPTH):
+        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+    try:
+        request = ChatCompletionRequest.model_validate(body)
+    except ValidationError as error:
+        raise invalid(error, ChatCompletionRequest) from error
+    if len(request.messages) > limits.max_messages:
+        raise RequestTooLarge(
+            f"{len(request.messages)} messages; at most {limits.max_messages} are allowed", param="messages"
+        )
+    return request
+
+
+def invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
+    """The first thing wrong, in one line: where, what, and the value."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        return InvalidRequest(f"unknown field {where!r}; known: {', '.join(model.model_fields)}", param=where)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{where}: this field is required", param=where)
+    return InvalidRequest(f"{where}: {first['msg']}; got {_shown(first['input'])}", param=where)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    if levels == 0:
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return any(_deeper_than(item, levels - 1) for item in inner)

@@ -1,0 +1,103 @@
+"""Runs the gateway: binds, tells where it listens, and ends in good order.
+
+SIGTERM: `/readyz` turns 503 at once, new requests are still taken for a short grace, then the sockets close and what is
+in flight is drained. SIGINT (Ctrl-C) is the same without the grace; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.errors import SettingsError
+from gateway.settings import Settings
+
+PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a grace before it stops, and a file that tells where it listens."""
+
+    def __init__(self, app: FastAPI, settings: Settings, ready_file: Path | None):
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(settings.deadlines.drain_s)),
+        )
+        super().__init__(config)
+        self._gateway = app.state.gateway
+        self._grace_s = settings.deadlines.shutdown_grace_s
+        self._ready_file = ready_file
+        self._exit_at: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        url = _url(sockets[0]) if sockets else ""
+        log.info("listening", url=url)
+        if self._ready_file is not None and self.started:
+            _write_whole(self._ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not handed on to uvicorn, which would end the process by the signal: a drained server exits with 0."""
+        if self._exit_at is not None and sig == signal.SIGINT:
+            self.force_exit = True
+        self._gateway.is_draining = True
+        grace_s = self._grace_s if sig == signal.SIGTERM else 0.0
+        self._exit_at = min(time.monotonic() + grace_s, self._exit_at or float("inf"))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises `SettingsError` where the address cannot be had."""
+    host, port = settings.server.host, settings.server.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"server: cannot listen on {host} port {port}: {error}") from error
+    return listener
+
+
+def die_with_parent() -> None:
+    """Asks the kernel for a SIGTERM when the parent ends. Linux only. Raises `SettingsError` elsewhere."""
+    if sys.platform != "linux":
+        raise SettingsError(f"--die-with-parent works on Linux only, not on {sys.platform}")
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        raise SettingsError("--die-with-parent: the parent is gone already")
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _write_whole(path: Path, content: str) -> None:
+    """Whoever finds the file finds all of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(content, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,284 @@
+"""The one configuration file, `kvrelay.yaml`, as the gateway reads it: validated whole, frozen.
+
+Workers read the same file; keys of theirs under `workers:` pass unseen here. Any value can be set from the environment
+too: `KVRELAY_REGISTRY__URL=redis://...` stands above the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError as SourceError
+
+from gateway import policies
+from gateway.breaker import BreakerSettings
+from gateway.errors import SettingsError
+from gateway.policies import Policy
+from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+AUTO = "auto"
+DEFAULT_TENANT = "default"
+MIN_SECRET_CHARS = 16
+REGISTRY_SCHEMES = ("memory", "redis", "rediss")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TierSettings(Section):
+    """A tier of equal workers. `model` is the public name under which clients know its model."""
+
+    name: Name
+    model: str = Field(min_length=1, max_length=128)
+
+
+class WorkerSettings(BaseModel):
+    """One worker process. The keys beside these two are the worker's own."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    tier: str
+    url: str
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str) -> str:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError("needs an http:// or https:// URL")
+        return url.rstrip("/")
+
+
+class ServerSettings(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65_535)
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class RegistrySettings(Section):
+    """Where prefixes are looked up. `timeout_ms` bounds what one operation may cost a request."""
+
+    url: str = "memory://"
+    max_entries: int = Field(default=10_000, ge=1)
+    timeout_ms: int = Field(default=100, ge=10, le=100)
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        if urlsplit(url).scheme not in REGISTRY_SCHEMES:
+            raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
+        return url
+
+
+class TenantSettings(Section):
+    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves."""
+
+    api_keys: tuple[KeyHash, ...] = ()
+
+
+class Limits(Section):
+    """Bounds on what is taken in. Full queues answer 503, a tenant over its share 429, both with `Retry-After`."""
+
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    max_header_bytes: int = Field(default=16_384, ge=1024)
+    max_messages: int = Field(default=2048, ge=1)
+    max_concurrency_per_tier: int = Field(default=64, ge=1)
+    max_queue_per_tier: int = Field(default=256, ge=0)
+    max_concurrency_per_tenant: int = Field(default=512, ge=1)
+
+
+class Deadlines(Section):
+    """Every wait of a request lies within `request_s`.
+
+    The small model gets at most `small_share` of it before the large one is asked instead; a handoff leaves room for a
+    full prefill and `decode_reserve_s`, and takes no longer than a prefill would, or `transfer_floor_s`: for models so
+    small that a prefill is over before the calls around a handoff are. `assumed_prefill_tokens_per_s` stands in for a
+    rate that nobody has measured yet.
+    """
+
+    request_s: float = Field(default=120.0, gt=0)
+    body_s: float = Field(default=30.0, gt=0)
+    small_share: float = Field(default=0.4, gt=0, lt=1)
+    decode_reserve_s: float = Field(default=5.0, ge=0)
+    assumed_prefill_tokens_per_s: float = Field(default=200.0, gt=0)
+    transfer_floor_s: float = Field(default=0.0, ge=0)
+    worker_poll_s: float = Field(default=1.0, gt=0)
+    keep_alive_s: float = Field(default=15.0, gt=0)
+    shutdown_grace_s: float = Field(default=1.0, ge=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+
+class HandoffSettings(Section):
+    """What is handed over. Below `min_tokens` it doesn't pay. A large model's own cache is taken unasked when it leaves
+    at most `max_unread_bytes` of text unread."""
+
+    min_tokens: int = Field(default=128, ge=1)
+    native_head: int = Field(default=DEFAULT_NATIVE_HEAD, ge=0)
+    native_tail: int = Field(default=DEFAULT_NATIVE_TAIL, ge=1)
+    max_unread_bytes: int = Field(default=2048, ge=0)
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+
+
+class Settings(BaseSettings):
+    """The whole file. Build it with `load`, which raises `SettingsError` naming the key and what it allows."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="KVRELAY_", env_nested_delimiter="__", arbitrary_types_allowed=True
+    )
+
+    tiers: tuple[TierSettings, ...]
+    workers: dict[Name, WorkerSettings]
+    server: ServerSettings = ServerSettings()
+    registry: RegistrySettings = RegistrySettings()
+    policy: dict[str, Any] = {"name": "confidence"}
+    tenants: dict[Name, TenantSettings] = {DEFAULT_TENANT: TenantSettings()}
+    limits: Limits = Limits()
+    deadlines: Deadlines = Deadlines()
+    handoff: HandoffSettings = HandoffSettings()
+    breaker: BreakerSettings = BreakerSettings()
+    bundles: tuple[str, ...] = ()
+    secret_file: Path = Path(".kvrelay/secret")
+
+    _policy: Policy = PrivateAttr()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _by_id(cls, workers: Any) -> Any:
+        """A list of workers that each have an `id` is taken as well."""
+        if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
+            return workers
+        ids = [str(worker.get("id")) for worker in workers]
+        _unique("workers", ids)
+        return dict(zip(ids, workers, strict=True))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        names = [tier.name for tier in self.tiers]
+        if not names:
+            raise ValueError("tiers: at least one tier is needed, as {name: small, model: NAME}")
+        _unique("tiers", [AUTO, *names, *(tier.model for tier in self.tiers if tier.model != tier.name)])
+        for worker_id, worker in self.workers.items():
+            if worker.tier not in names:
+                raise ValueError(f"workers.{worker_id}.tier: unknown tier {worker.tier!r}; known: {', '.join(names)}")
+        idle = [name for name in names if name not in {worker.tier for worker in self.workers.values()}]
+        if idle:
+            raise ValueError(f"tiers: tier {idle[0]!r} has no worker; name it as `tier` of one under workers")
+        if DEFAULT_TENANT not in self.tenants:
+            raise ValueError(f"tenants: {DEFAULT_TENANT!r} is missing; known: {', '.join(self.tenants)}")
+        _unique("tenants: API key", [key for tenant in self.tenants.values() for key in tenant.api_keys])
+        self._policy = policies.build(self.policy)
+        self._policy.check(names)
+        return self
+
+    @property
+    def chosen_policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def requires_keys(self) -> bool:
+        return any(tenant.api_keys for tenant in self.tenants.values())
+
+    def check_bind(self) -> None:
+        """Raises `SettingsError` for an address that others can reach while nobody needs a key."""
+        if not self.server.is_loopback and not self.requires_keys:
+            raise SettingsError(
+                f"server.host: {self.server.host} can be reached by others, and no tenant has api_keys; "
+                "bind to 127.0.0.1, or list SHA-256 hashes of keys under tenants.default.api_keys"
+            )
+
+
+def load(path: Path) -> Settings:
+    """Reads and validates the file. A relative `secret_file` is taken from the file's own folder."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the configuration {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path} must hold a mapping with the keys {', '.join(Settings.model_fields)}")
+    settings = from_values(content)
+    return settings.model_copy(update={"secret_file": path.parent / settings.secret_file})
+
+
+def from_values(values: dict[str, Any]) -> Settings:
+    """Validates what a file holds (the environment still stands above it)."""
+    try:
+        return Settings(**{str(key): value for key, value in values.items()})
+    except ValidationError as error:
+        raise SettingsError("; ".join(_line(dict(one)) for one in error.errors(include_url=False))) from error
+    except SourceError as error:
+        raise SettingsError(f"environment: {error}") from error
+
+
+def read_secret(path: Path) -> str:
+    """The cluster secret. Refused where others could read it, or where it is too short to be one."""
+    try:
+        mode, secret = path.stat().st_mode & 0o777, path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"secret_file: cannot read {path}: {error}") from error
+    if mode & 0o077:
+        raise SettingsError(f"secret_file: {path} has mode {mode:04o}; it must be 0600, readable by its owner only")
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
+        raise SettingsError(f"secret_file: {path} must hold one line of {MIN_SECRET_CHARS} or more printable chars")
+    return secret
+
+
+def _unique(what: str, names: list[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{what}: {min(twice)!r} stands twice or is reserved; names must differ")
+
+
+def _line(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key; known: {', '.join(_known_keys(error['loc'][:-1]))}"
+    if error["type"] == "missing":
+        return f"{where}: this key is required"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}, got {error['input']!r}" if where else message
+
+
+def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
+    """The keys allowed in the section at `loc`; an index or a freely chosen name is passed over."""
+    sections: dict[str, type[BaseModel]] = {
+        "tiers": TierSettings,
+        "server": ServerSettings,
+        "registry": RegistrySettings,
+        "tenants": TenantSettings,
+        "limits": Limits,
+        "deadlines": Deadlines,
+        "handoff": HandoffSettings,
+        "breaker": BreakerSettings,
+    }
+    section = sections[str(loc[0])] if loc else Settings
+    return list(section.model_fields)

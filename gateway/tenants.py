@@ -1,0 +1,43 @@
+"""Who asks: API keys, and the salt that keeps one tenant's caches from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+from gateway.errors import AuthenticationFailed
+from gateway.settings import DEFAULT_TENANT, Settings
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster."""
+
+    name: str
+    salt: str
+
+
+class Tenants:
+    def __init__(self, settings: Settings, secret: str):
+        self._by_name = {name: Tenant(name, _salt(secret, name)) for name in settings.tenants}
+        self._keys = [(key, name) for name, tenant in settings.tenants.items() for key in tenant.api_keys]
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """The tenant behind an `Authorization` header. Where no key is configured, everyone is the default tenant."""
+        if not self._keys:
+            return self._by_name[DEFAULT_TENANT]
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY`")
+        offered = hashlib.sha256(key.strip().encode()).hexdigest()
+        # Every key is compared, so that the time taken tells nothing of which one was close.
+        found = [name for known, name in self._keys if secrets.compare_digest(known, offered)]
+        if not found:
+            raise AuthenticationFailed("unknown API key")
+        return self._by_name[found[0]]
+
+
+def _salt(secret: str, tenant: str) -> str:
+    return hmac.new(secret.encode(), f"tenant-salt:{tenant}".encode(), hashlib.sha256).hexdigest()

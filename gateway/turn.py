@@ -1,0 +1,161 @@
+"""What belongs to one request: who asks for what until when, what is known of its prefix, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gateway.deadline import Deadline
+from gateway.policies import Decision
+from gateway.prefix import Chain, num_stable
+from gateway.registry import Entry
+from gateway.schemas import ChatCompletionRequest
+from gateway.tenants import Tenant
+from workers.api.schemas import KVUsage, Message, TransferReply
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cache that a worker of one tier holds of the first `num_messages` messages."""
+
+    key: str
+    num_messages: int
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the registry knows of one prompt for one tier: its chain, and what was found, longest first."""
+
+    chain: Chain
+    found: tuple[Found, ...] = ()
+
+    def best(self, *, exact_only: bool = False) -> Found | None:
+        return next((one for one in self.found if one.entry.is_exact or not exact_only), None)
+
+    @property
+    def whole(self) -> Found | None:
+        """A cache of the whole prompt."""
+        best = self.best(exact_only=True)
+        return best if best is not None and best.num_messages == self.chain.num_messages else None
+
+    def without(self, lost: Found) -> Known:
+        return Known(self.chain, tuple(one for one in self.found if one != lost))
+
+
+@dataclass
+class Report:
+    """The reply's `kvrelay` field. Times in milliseconds, counts in tokens; what did not happen is null.
+
+    `handoff_tokens` were handed over to the answering model (its native head among them), `mapped_tokens` of what it
+    attended over came from a mapper. `prefill_ms` is the answering model's own reading.
+    """
+
+    tier: str | None = None
+    path: str = "prefill"
+    policy: str | None = None
+    reason: str | None = None
+    forced: bool = False
+    confidence: float | None = None
+    ttft_ms: float | None = None
+    handoff_ttft_ms: float | None = None
+    small_prefill_ms: float | None = None
+    prefill_ms: float | None = None
+    map_ms: float | None = None
+    copy_ms: float | None = None
+    transfer_ms: float | None = None
+    bytes: int | None = None
+    handoff_tokens: int | None = None
+    mapped_tokens: int | None = None
+    cached_tokens: int | None = None
+    mapper: str | None = None
+    top1_agreement: float | None = None
+    full_prefill_ms: float | None = None
+    explained: dict[str, Any] | None = None
+
+    def decided(self, decision: Decision) -> None:
+        self.policy, self.reason, self.forced = decision.policy, decision.reason, decision.forced
+
+    def transferred(self, reply: TransferReply, transfer_ms: float) -> None:
+        self.transfer_ms, self.map_ms, self.copy_ms = transfer_ms, reply.map_ms, reply.copy_ms
+        self.bytes, self.handoff_tokens, self.mapper = reply.bytes, reply.num_tokens, reply.mapper
+
+    def answered(self, usage: KVUsage) -> None:
+        """What the answering worker tells at the end. A fallback stays one, whatever it found cached."""
+        if not self.fell_back:
+            self.path = usage.path
+        self.prefill_ms, self.mapped_tokens, self.cached_tokens = (
+            usage.prefill_ms,
+            usage.mapped_tokens,
+            usage.cached_tokens,
+        )
+        self.top1_agreement, self.full_prefill_ms = usage.top1_agreement, usage.full_prefill_ms
+
+    @property
+    def fell_back(self) -> bool:
+        return self.path.startswith("fallback:")
+
+    def told(self) -> dict[str, Any]:
+        told = asdict(self)
+        if told["explained"] is None:
+            del told["explained"]
+        return told
+
+
+@dataclass
+class Turn:
+    """One request under way. `phase` says where it stands, for the day its client hangs up."""
+
+    id: str
+    tenant: Tenant
+    request: ChatCompletionRequest
+    deadline: Deadline
+    arrived_at: float
+    model: str = ""  # the answering model's public name
+    phase: str = "admission"
+    upstream_s: float = 0.0
+    escalated_at: float | None = None
+    known: dict[str, Known] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+
+    def __post_init__(self) -> None:
+        self.messages: list[Message] = self.request.prompt
+        self.num_stable = num_stable(self.request.messages)
+
+    @property
+    def stores(self) -> bool:
+        return not self.request.kvrelay.no_cache
+
+    @property
+    def may_map(self) -> bool:
+        return self.stores and not self.request.kvrelay.exact
+
+    @property
+    def stable_messages(self) -> int | None:
+        return self.num_stable or None
+
+    def unread_bytes(self, num_messages: int) -> int:
+        """The text behind the first `num_messages`."""
+        return sum(len(message.text.encode()) for message in self.messages[num_messages:])
+
+    @contextmanager
+    def upstream(self, phase: str) -> Iterator[None]:
+        """Time within is the workers', not the gateway's."""
+        self.phase = phase
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.upstream_s += time.monotonic() - started
+
+    @property
+    def overhead_ms(self) -> float:
+        """Time since arrival that no worker is to blame for."""
+        return (time.monotonic() - self.arrived_at - self.upstream_s) * 1000
+
+    def since_arrival_ms(self, at: float) -> float:
+        return (at - self.arrived_at) * 1000
+

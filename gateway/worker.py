@@ -1,0 +1,218 @@
+"""One worker as the gateway sees it: its client, its circuits, epoch and rates; and `Stream`, an answer under way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+
+from gateway.breaker import Attempt, Breaker
+from gateway.deadline import Deadline
+from gateway.gathered import Chunk, Gathered
+from gateway.limits import Gate
+from gateway.settings import Deadlines
+from workers.api.client import WorkerClient
+from workers.api.errors import KvrelayError, WorkerUnavailable
+from workers.api.schemas import (
+    ChatRequest,
+    KVUsage,
+    PrefillReply,
+    PrefillRequest,
+    TransferReply,
+    TransferRequest,
+    WorkerInfo,
+)
+
+POLL_TIMEOUT_S = 2.0
+MISSES_UNTIL_DOWN = 2  # one late answer on a busy machine is no reason to leave a worker out
+EWMA_WEIGHT = 0.3
+ASSUMED_MAP_SPEEDUP = 10  # of mapping over reading, until it is measured
+MIN_MEASURED_TOKENS = 32  # fewer tell more of the overhead than of the rate
+
+
+class Worker:
+    """Calls one worker, within its tier's bounds. Raises `KvrelayError` only.
+
+    Transfers have a circuit of their own: that they fail says little about the worker's answering, since the cause
+    often is the source.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        tier: str,
+        client: WorkerClient,
+        *,
+        gate: Gate,
+        breaker: Breaker,
+        transfers: Breaker,
+        times: Deadlines,
+        on_restart: Callable[[str], None] = lambda worker_id: None,
+    ):
+        self.id = worker_id
+        self.tier = tier
+        self.client = client
+        self.breaker = breaker
+        self.transfers = transfers
+        self.info: WorkerInfo | None = None
+        self.epoch: str | None = None
+        self.num_in_flight = 0
+        self._on_restart = on_restart
+        self._gate = gate
+        self._times = times
+        self._misses = 0
+        self._prefill_rate: float | None = None
+        self._map_rate: float | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Answered when last looked at. A worker that nobody has looked at yet is thought to be."""
+        return self._misses < MISSES_UNTIL_DOWN
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_up and self.breaker.admits
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        told = self.info.rates.prefill_tokens_per_s if self.info else None
+        return told or self._prefill_rate or self._times.assumed_prefill_tokens_per_s
+
+    @property
+    def map_tokens_per_s(self) -> float:
+        told = self.info.rates.map_tokens_per_s if self.info else None
+        return told or self._map_rate or ASSUMED_MAP_SPEEDUP * self.prefill_tokens_per_s
+
+    async def look(self) -> None:
+        """Asks how the worker is; its epoch tells whether it restarted meanwhile."""
+        try:
+            info = await Deadline.after(POLL_TIMEOUT_S).bound("info", self.client.info(timeout_s=POLL_TIMEOUT_S))
+            if not await self.client.ready(timeout_s=POLL_TIMEOUT_S):
+                raise WorkerUnavailable(f"{self.id} is not ready")
+        except KvrelayError:
+            self._misses = MISSES_UNTIL_DOWN if self.info is None else self._misses + 1
+            return
+        self._misses = 0
+        self.info = info
+        self.note_epoch(info.epoch)
+
+    def note_epoch(self, epoch: str) -> None:
+        if self.epoch is not None and epoch != self.epoch:
+            self._on_restart(self.id)
+        self.epoch = epoch
+
+    async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
+        async with self._gate.place(by):
+            with self._counted(), self.breaker.attempt():
+                reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
+        self.note_epoch(reply.epoch)
+        self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
+        return reply
+
+    async def transfer(self, request: TransferRequest, by: Deadline) -> TransferReply:
+        async with self._gate.place(by):
+            with self._counted(), self.transfers.attempt():
+                reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
+        self.note_epoch(reply.epoch)
+        if reply.num_tokens >= MIN_MEASURED_TOKENS and reply.total_ms > 0:
+            self._map_rate = _ewma(self._map_rate, reply.num_tokens / reply.total_ms * 1000)
+        return reply
+
+    async def open_chat(self, request: ChatRequest, *, first_by: Deadline, deadline: Deadline) -> Stream:
+        """An answer whose first content has arrived. Whoever opened it closes it."""
+        async with AsyncExitStack() as opened:
+            await opened.enter_async_context(self._gate.place(first_by))
+            opened.enter_context(self._counted())
+            attempt = opened.enter_context(self.breaker.attempt())
+            chunks = self.client.chat_stream(request, timeout_s=max(deadline.remaining_s, 0.001))
+            opened.push_async_callback(chunks.aclose)
+            stream = Stream(self, chunks, attempt, deadline)
+            await stream.start(first_by)
+            stream.owns(opened.pop_all())
+        return stream
+
+    def note_usage(self, usage: KVUsage, num_prompt_tokens: int) -> None:
+        self.note_epoch(usage.epoch)
+        self._note_prefill(num_prompt_tokens - usage.cached_tokens - usage.mapped_tokens, usage.prefill_ms)
+
+    def _note_prefill(self, num_tokens: int, prefill_ms: float) -> None:
+        if num_tokens >= MIN_MEASURED_TOKENS and prefill_ms > 0:
+            self._prefill_rate = _ewma(self._prefill_rate, num_tokens / prefill_ms * 1000)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+
+class Stream:
+    """An answer under way: an async iterator over the worker's chunks, and what they tell on the way.
+
+    What has been read ahead (to see that there is an answer, or to judge it) is held, and given out in order.
+    """
+
+    def __init__(self, worker: Worker, chunks: AsyncGenerator[Chunk, None], attempt: Attempt, deadline: Deadline):
+        self.worker = worker
+        self.first_at: float | None = None
+        self.has_ended = False
+        self.answer = Gathered()
+        self._chunks = chunks
+        self._attempt = attempt
+        self._deadline = deadline
+        self._held: deque[Chunk] = deque()
+        self._opened = AsyncExitStack()
+
+    def owns(self, opened: AsyncExitStack) -> None:
+        """What the stream gives back when it is closed."""
+        self._opened = opened
+
+    async def start(self, by: Deadline) -> None:
+        """Reads until the first content has arrived (or the end: an answer may be empty)."""
+        while self.first_at is None and not self.has_ended:
+            await self._pull(by)
+
+    async def first_logprobs(self, num_tokens: int, by: Deadline) -> list[float]:
+        """Those of the first `num_tokens` tokens of the answer, or of all where it has fewer."""
+        while len(self.answer.logprobs) < num_tokens and not self.has_ended:
+            await self._pull(by)
+        return [float(token["logprob"]) for token in self.answer.logprobs[:num_tokens]]
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        while self._held or not self.has_ended:
+            while self._held:
+                yield self._held.popleft()
+            if not self.has_ended:
+                await self._pull(self._deadline)
+
+    async def aclose(self) -> None:
+        """Hangs up where the answer is not yet whole, and gives the place back."""
+        await self._opened.aclose()
+
+    async def _pull(self, by: Deadline) -> None:
+        try:
+            chunk = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
+            if chunk is None:
+                self.has_ended = True
+                return
+            self._read(chunk)
+        except BaseException as error:
+            self._attempt.end(error)
+            raise
+        self._held.append(chunk)
+
+    def _read(self, chunk: Chunk) -> None:
+        try:
+            self.answer.add(chunk)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none: {error!r}") from error
+        if self.answer.has_content and self.first_at is None:
+            self.first_at = time.monotonic()
+            self._attempt.succeed()
+
+
+def _ewma(before: float | None, measured: float) -> float:
+    return measured if before is None else (1 - EWMA_WEIGHT) * before + EWMA_WEIGHT * measured
