@@ -50,6 +50,12 @@ def load_manifest(path: str | Path) -> Manifest:
         raise BundleCorrupt(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
 
 
+def seal(manifest: Manifest, weights: dict[str, Tensor], device: str = "cpu") -> Mapper:
+    """A mapper whose manifest names these weights by their digest."""
+    digest = hashlib.sha256(_serialised(weights)).hexdigest()
+    return Mapper(manifest.model_copy(update={"weights_sha256": digest}), weights, device)
+
+
 def save(mapper: Mapper, path: str | Path) -> Mapper:
     """Write the mapper to folder `path`, atomically; a bundle that stood there is replaced. Gives it as loaded back."""
     path = Path(path)
@@ -58,8 +64,8 @@ def save(mapper: Mapper, path: str | Path) -> Mapper:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        safetensors.torch.save_file({k: v.contiguous().cpu() for k, v in mapper.weights.items()}, scratch / WEIGHTS)
-        _write_manifest(scratch, mapper.manifest.model_copy(update={"weights_sha256": _sha256(scratch / WEIGHTS)}))
+        (scratch / WEIGHTS).write_bytes(_serialised(mapper.weights))
+        _write_manifest(scratch, seal(mapper.manifest, mapper.weights).manifest)
         loaded = load(scratch)
         scratch.chmod(0o755)
         _put_in_place(scratch, path)
@@ -113,5 +119,5 @@ def _load_weights(path: Path, manifest: Manifest) -> dict[str, Tensor]:
         raise BundleCorrupt(f"{weights}: {error}") from error
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _serialised(weights: dict[str, Tensor]) -> bytes:
+    return safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in weights.items()})

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mappers import methods
+from mappers.bundle import seal
 from mappers.choose import choose_all
 from mappers.collect import Collected, Progress, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
@@ -96,7 +97,7 @@ def fit(
         licence=licence,
     )
     probes = {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    return Mapper(manifest, {**weights, **probes}, device)
+    return seal(manifest, {**weights, **probes}, device)
 
 
 def tool_version() -> str:

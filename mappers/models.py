@@ -33,7 +33,7 @@ def load_model(folder: str | Path, device: str = "cpu", dtype: torch.dtype = tor
     """A causal language model from a local folder or a hub name, ready to read; its weights take no gradient."""
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UnsupportedModel(f"no model at {str(folder)!r}: {str(error).splitlines()[0]}") from error
     return model.eval().requires_grad_(False).to(device)
 

@@ -77,7 +77,7 @@ class Chunk:
             out = self._buffers[f"{kind}.features"][:, block * heads : (block + 1) * heads]  # (T, H, D)
             states = self.source.of(kind)[layer].transpose(0, 1)  # (T, H, D)
             if kind == "keys":
-                rotate(states.float(), *self._strip, out)
+                rotate(states.to(out.device, torch.float32), *self._strip, out)
             else:
                 out.copy_(states)
 

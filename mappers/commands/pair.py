@@ -70,7 +70,8 @@ class Meter:
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if now - self._said < EVERY_S and done != total:
+        finished = total is not None and done >= total
+        if now - self._said < EVERY_S and not finished:
             return
         self._said = now
         if total is None:

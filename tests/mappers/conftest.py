@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mappers import Mapper, fit
+from tests.mappers.pairs import disguised, llama, pruned, random_documents, saved
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One core, and nothing written to the user's own cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRELAY_HOME", str(tmp_path_factory.mktemp("home")))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders: `large`; `twin`, its function with other keys and values; `sibling`, its layers 0, 1 and 3;
+    `other`, unrelated and of another depth and width."""
+    root = tmp_path_factory.mktemp("models")
+    large = llama(1, 4)
+    made = {"large": large, "twin": disguised(large), "sibling": pruned(large, [0, 1, 3]), "other": llama(2, 3, 48)}
+    return {name: saved(model, root / name) for name, model in made.items()}
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[list[int]]:
+    return random_documents(24, 96)
+
+
+@pytest.fixture(scope="session")
+def twin_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
+    """From `twin` to `large`: an exact linear map exists, and must be found."""
+    return fit(folders["twin"], folders["large"], documents, precision="float32", data="noise", ridges=(1e-9,))
+
+
+@pytest.fixture(scope="session")
+def sibling_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
+    """From `sibling` to `large`: layers 0 and 1 are the same."""
+    return fit(folders["sibling"], folders["large"], documents, precision="float32", data="noise")

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from mappers import (
+    ArmScore,
+    BundleCorrupt,
+    Evaluation,
+    FingerprintMismatch,
+    Gate,
+    Mapper,
+    MapperError,
+    load,
+    load_manifest,
+    save,
+)
+from mappers.bundle import MANIFEST, WEIGHTS, seal, update
+from mappers.manifest import digest_of
+from tests.mappers.pairs import largest_difference, random_cache
+
+
+@pytest.fixture
+def bundle(twin_mapper: Mapper, tmp_path: Path) -> Path:
+    save(twin_mapper, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def evaluation(ppl_ratio: float = 1.1, top1: float = 0.9, arm: str = "hybrid") -> Evaluation:
+    score = ArmScore(arm=arm, ppl_ratio=ppl_ratio, ppl_low=1, ppl_high=2, top1=top1, kl_mean=0, kl_p95=0)
+    return Evaluation(data="noise", head=4, tail=64, scored=128, tokens=128, arms=(score,), lengths=())
+
+
+def rewrite(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest and sign it again, as one who means it would."""
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    change(manifest)
+    manifest["digest"] = digest_of(manifest)
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_what_is_loaded_is_what_was_saved(bundle: Path, twin_mapper: Mapper) -> None:
+    loaded, cache = load(bundle), random_cache(4, 20, start=7)
+    assert loaded.bundle_id == twin_mapper.bundle_id
+    assert loaded.path == bundle
+    assert largest_difference(loaded.map(cache), twin_mapper.map(cache)) == 0
+    assert loaded.manifest.source.geometry == cache.geometry
+
+
+def test_a_bundle_is_two_files_and_no_pickle(bundle: Path) -> None:
+    assert {path.name for path in bundle.iterdir()} == {MANIFEST, WEIGHTS}
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
+def test_a_corrupted_byte_is_noticed_wherever_it_is(bundle: Path, name: str) -> None:
+    intact = (bundle / name).read_bytes()
+    for at in range(0, len(intact), max(1, len(intact) // 40)):
+        broken = bytearray(intact)
+        broken[at] ^= 1
+        (bundle / name).write_bytes(broken)
+        with pytest.raises(BundleCorrupt):
+            load(bundle)
+    (bundle / name).write_bytes(intact)
+    load(bundle)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
+def test_a_missing_file_is_told(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    with pytest.raises(BundleCorrupt, match="No such file"):
+        load(bundle)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}'])
+def test_a_manifest_of_another_kind_is_refused(bundle: Path, text: str) -> None:
+    (bundle / MANIFEST).write_text(text)
+    with pytest.raises(BundleCorrupt, match="is not JSON|format version"):
+        load(bundle)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("method"),
+        lambda m: m.update(surprise=1),
+        lambda m: m["layers"].pop(),
+        lambda m: m["layers"][0]["keys"].update(key_layers=[4]),
+        lambda m: m["layers"][0]["keys"].update(key_layers=[]),
+        lambda m: m["layers"][0]["keys"].update(key_layers=[0, 1]),
+        lambda m: m["layers"][0]["keys"].update(method="copy", key_layers=[], value_layers=[0]),
+        lambda m: m["layers"][0]["keys"].update(method="copy", key_layers=[0, 1]),
+        lambda m: m["source"].update(head_dim=16),
+        lambda m: m["target"]["config"]["rope_parameters"].update(rope_theta=500.0),
+    ],
+)
+def test_a_signed_manifest_without_sense_is_refused(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    rewrite(bundle, change)
+    with pytest.raises(BundleCorrupt):
+        load(bundle)
+
+
+def test_weights_of_another_shape_are_refused(twin_mapper: Mapper) -> None:
+    weights = dict(twin_mapper.weights)
+    weights["layers.0.keys.bias"] = torch.zeros(3)
+    with pytest.raises(BundleCorrupt, match=r"'layers\.0\.keys\.bias'.*\(16,\).*\(3,\)"):
+        Mapper(twin_mapper.manifest, weights)
+
+
+def test_signed_weights_of_another_kind_are_refused(bundle: Path) -> None:
+    (bundle / WEIGHTS).write_bytes(b"no tensors")
+    rewrite(bundle, lambda m: m.update(weights_sha256=hashlib.sha256(b"no tensors").hexdigest()))
+    with pytest.raises(BundleCorrupt, match=r"weights\.safetensors"):
+        load(bundle)
+
+
+def test_saving_replaces_a_bundle_and_nothing_else(bundle: Path, sibling_mapper: Mapper, tmp_path: Path) -> None:
+    save(sibling_mapper, bundle)
+    assert load(bundle).copied_layers == (0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(MapperError, match="photos exists and is no bundle"):
+        save(sibling_mapper, tmp_path / "photos")
+
+
+def test_a_failed_save_leaves_the_old_bundle(bundle: Path, twin_mapper: Mapper) -> None:
+    broken = Mapper(twin_mapper.manifest, twin_mapper.weights)
+    broken.weights = {"layers.0.keys.bias": torch.zeros(3)}
+    before = load(bundle).bundle_id
+    with pytest.raises(BundleCorrupt):
+        save(broken, bundle)
+    assert load(bundle).bundle_id == before and [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_copied_layers_store_nothing(sibling_mapper: Mapper, tmp_path: Path) -> None:
+    save(sibling_mapper, tmp_path / "bundle")
+    names = safetensors.torch.load_file(tmp_path / "bundle" / WEIGHTS)
+    assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"2", "3"}
+
+
+def test_an_evaluation_is_stored_and_keeps_the_id(bundle: Path) -> None:
+    before = load(bundle).bundle_id
+    update(bundle, evaluation=evaluation(), gate=Gate(max_ppl_ratio=3))
+    after = load(bundle)
+    assert after.bundle_id == before and len(before) == 16
+    assert after.manifest.evaluation == evaluation() and after.manifest.gate == Gate(max_ppl_ratio=3)
+
+
+def test_the_map_itself_can_not_be_updated(bundle: Path) -> None:
+    with pytest.raises(MapperError, match="method would make it another bundle"):
+        update(bundle, method="identity")
+    assert load_manifest(bundle).method == "ridge"
+
+
+def test_other_maps_have_other_ids(twin_mapper: Mapper, sibling_mapper: Mapper, tmp_path: Path) -> None:
+    changed = {name: tensor.clone() for name, tensor in twin_mapper.weights.items()}
+    changed["layers.3.values.bias"][0] += 1
+    mappers = (twin_mapper, sibling_mapper, seal(twin_mapper.manifest, changed))
+    ids = {save(mapper, tmp_path / str(i)).bundle_id for i, mapper in enumerate(mappers)}
+    assert len(ids) == 3
+    assert save(twin_mapper, tmp_path / "again").bundle_id in ids
+
+
+def test_only_the_models_it_was_fitted_for_are_accepted(twin_mapper: Mapper) -> None:
+    source, target = twin_mapper.manifest.source.fingerprint, twin_mapper.manifest.target.fingerprint
+    twin_mapper.check(source, target)
+    with pytest.raises(FingerprintMismatch, match=f"source twin .{source[:12]}.*not for weights {target[:12]}"):
+        twin_mapper.check(target, target)
+    with pytest.raises(FingerprintMismatch, match="target large"):
+        twin_mapper.check(source, source)
+
+
+@pytest.mark.parametrize(
+    ("judged", "gate", "asked", "refusal"),
+    [
+        (None, None, {}, "has no evaluation"),
+        (evaluation(arm="mapped"), None, {}, "has no evaluation"),
+        (evaluation(1.25, 0.80), None, {}, None),
+        (evaluation(1.26, 0.9), None, {}, "perplexity ratio 1.260 is over the gate's 1.25"),
+        (evaluation(1.0, 0.79), None, {}, "top-1 agreement 0.790 is below the gate's 0.8"),
+        (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {}, None),
+        (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {"max_ppl_ratio": 1.2}, "over the gate's 1.2"),
+        (evaluation(1.1, 0.9), None, {"min_top1": 0.95}, "below the gate's 0.95"),
+    ],
+)
+def test_the_gate(
+    twin_mapper: Mapper, judged: Evaluation | None, gate: Gate | None, asked: dict[str, float], refusal: str | None
+) -> None:
+    manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
+    mapper = Mapper(manifest, twin_mapper.weights)
+    assert mapper.passes(**asked) == (refusal is None)
+    assert (refusal or "") in (mapper.refusal(**asked) or "")

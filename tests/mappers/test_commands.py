@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mappers import load, load_manifest
+from mappers.commands import bundle, eval, fit
+from mappers.families import find_family
+from tests.mappers.pairs import add_tokenizer, disguised, llama, saved, talks_file
+
+SHORT = ["--lengths", "40,60", "--documents", "3", "--tail", "8", "--scored", "8"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two model folders with a tokenizer, a file of conversations, and a fitted bundle."""
+    root = tmp_path_factory.mktemp("workplace")
+    large = llama(1, 3)
+    for name, model in (("large", large), ("small", disguised(large))):
+        add_tokenizer(saved(model, root / name))
+    talks_file(root / "talks.jsonl", 120, 40)
+    assert fit.main([*pair(root), "--out", str(root / "bundle"), "--tokens", "2000", "--layers", "2"]) == 0
+    return root
+
+
+def pair(root: Path) -> list[str]:
+    return ["--source", str(root / "small"), "--target", str(root / "large"), "--data", str(root / "talks.jsonl")]
+
+
+def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
+    assert fit.main([*arguments, "--precision", "float32", "--max-ppl-ratio", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "3 layers of 2 x 8 onto 3 of 2 x 8; statistics take at most 0.0 GB" in err
+    assert "of 900 tokens" in err
+    assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
+    manifest = load_manifest(tmp_path / "b")
+    assert manifest.calibration.name == "talks.jsonl, split calibrate"
+    assert manifest.gate is not None and manifest.gate.max_ppl_ratio == 3 and manifest.gate.min_top1 == 0.80
+    assert manifest.precision == "float32" and manifest.target.tokenizer_digest is not None
+
+
+def test_eval_prints_a_table_and_writes_json(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    assert eval.main([str(workplace / "bundle"), *pair(workplace), *SHORT, "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert figures["bundle"] == load(workplace / "bundle").bundle_id
+    assert figures["tokens"] == 2 * 3 * 8 and figures["data"] == "talks.jsonl, split test"
+    assert [at["length"] for at in figures["lengths"]] == [40, 60]
+    assert {"arm", "ppl_ratio", "top1", "kl_mean", "kl_p95"} <= set(figures["arms"][0])
+    rows = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {arm["arm"] for arm in figures["arms"]} <= rows
+    assert load_manifest(workplace / "bundle").evaluation is None
+
+
+def test_eval_stores_what_the_gate_reads(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "2000"]
+    assert fit.main([*arguments, "--max-ppl-ratio", "50", "--min-top1", "0"]) == 0
+    assert bundle.main(["verify", str(tmp_path / "b")]) == 0
+    assert "has no evaluation" in capsys.readouterr().out
+    assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
+    assert bundle.main(["verify", str(tmp_path / "b")]) == 0
+    assert "is whole; it passes its gate" in capsys.readouterr().out
+    assert load(tmp_path / "b").passes()
+
+
+def test_bundle_show_is_json_without_the_configs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bundle.main(["show", str(workplace / "bundle")]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["bundle_id"] == load(workplace / "bundle").bundle_id
+    assert shown["source"]["name"] == "small" and "config" not in shown["source"]
+
+
+def test_eval_refuses_other_weights(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swapped = ["--source", str(workplace / "large"), "--target", str(workplace / "small")]
+    data = ["--data", str(workplace / "talks.jsonl")]
+    assert eval.main([str(workplace / "bundle"), *swapped, *data, *SHORT]) == 1
+    assert "was fitted for source small" in capsys.readouterr().err
+
+
+FAMILY_MODULE = """
+from dataclasses import dataclass
+from pathlib import Path
+from mappers.data import read_conversations
+
+ROOT = Path({root!r})
+
+@dataclass(frozen=True)
+class Pair:
+    source: Path = ROOT / "small"
+    target: Path = ROOT / "large"
+    bundle: Path = ROOT / "family bundle"
+    corpus: str = "toy talk"
+
+    def prepare(self, say):
+        say("preparing toys")
+
+    def conversations(self):
+        return read_conversations(ROOT / "talks.jsonl")
+"""
+
+
+@pytest.fixture
+def toys(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A family registered as an installed package would."""
+    info = tmp_path / "toys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvrelay.families]\ntoys = toy_family:Pair\n")
+    (tmp_path / "toy_family.py").write_text(FAMILY_MODULE.format(root=str(workplace)))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "toys"
+
+
+def test_a_family_is_fitted_judged_and_shown_by_its_name(
+    toys: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_family(toys).corpus == "toy talk"
+    assert fit.main([toys, "--tokens", "2000", "--layers", "1"]) == 0
+    assert eval.main([toys, *SHORT, "--arms", "hybrid,no_cache", "--write"]) == 0
+    assert bundle.main(["show", toys]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("preparing toys") == 2 and "no_cache" in out
+    stored = load_manifest(workplace / "family bundle")
+    assert stored.evaluation is not None and stored.evaluation.data == "toy talk, split test"
+
+
+def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (eval.main, fit.main):
+        assert command(["smoll"]) == 1
+    assert bundle.main(["verify", "smoll"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    assert all("'smoll' is neither a bundle nor a family; known families:" in line and "toys" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out missing"),
+        (["--out", "x", "--source", "s"], "--target, --data missing; without them, name a family"),
+        (["PAIR", "--out", "x", "--method", "rige"], "unknown mapper 'rige'; known: identity, ridge"),
+        (["PAIR", "--out", "x", "--tokens", "10"], "10 tokens for 48 features"),
+        (["PAIR", "--out", "x", "--data", "/nonesuch"], "cannot read /nonesuch"),
+        (["PAIR", "--out", "x", "--source", "/nonesuch"], "no model at '/nonesuch'"),
+    ],
+)
+def test_fit_says_what_it_lacks(
+    workplace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = [*pair(workplace), *arguments[1:]] if "PAIR" in arguments else arguments
+    assert fit.main(given) == 1
+    assert message in capsys.readouterr().err

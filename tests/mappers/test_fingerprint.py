@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from mappers import FingerprintMismatch, UnsupportedModel, content_digest, fingerprint, tokenizer_digest
+from mappers.fingerprint import vocabulary_digest
+from tests.mappers.pairs import add_tokenizer, llama, saved
+
+RECIPE = "ab" * 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return saved(llama(0, 2), tmp_path / "model")
+
+
+def change_one_weight(folder: Path, by_ulp: bool = False) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.1.self_attn.k_proj.weight"]
+    weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0)) if by_ulp else -weight[3, 5]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def derive(folder: Path) -> None:
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    (folder / "kvrelay.json").write_text(json.dumps({"fingerprint": RECIPE, "output_digest": digest}))
+
+
+def test_one_ulp_of_one_weight_changes_it(folder: Path) -> None:
+    before = fingerprint(folder)
+    change_one_weight(folder, by_ulp=True)
+    assert len(before) == 64 and fingerprint(folder) != before
+
+
+def test_a_copy_has_the_same(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    assert fingerprint(tmp_path / "copy") == fingerprint(folder)
+
+
+def test_shards_have_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
+    sharded = saved(llama(0, 2), tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    assert fingerprint(sharded) == fingerprint(folder)
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"num_key_value_heads": 4}, {"rope_parameters": {"a": 1}}])
+def test_a_config_field_that_matters_changes_it(folder: Path, change: dict[str, object]) -> None:
+    before = fingerprint(folder)
+    edit_config(folder, change)
+    assert fingerprint(folder) != before
+
+
+def test_a_config_field_that_does_not_matter_does_not(folder: Path) -> None:
+    before = fingerprint(folder)
+    edit_config(folder, {"transformers_version": "9.9", "use_cache": False})
+    assert fingerprint(folder) == before
+
+
+def edit_config(folder: Path, change: dict[str, object]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_a_renamed_tensor_changes_it(folder: Path) -> None:
+    before = fingerprint(folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    assert fingerprint(folder) != before
+
+
+def test_a_second_call_reads_no_weights(folder: Path, tmp_path: Path) -> None:
+    """Told by a change that size and time do not show."""
+    weights, cache = folder / "model.safetensors", tmp_path / "cache"
+    before, times = fingerprint(folder, cache), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
+    change_one_weight(folder)
+    os.utime(weights, ns=times)
+    assert fingerprint(folder, cache) == before
+    assert fingerprint(folder, tmp_path / "another cache") != before
+
+
+def test_a_broken_cache_is_not_believed(folder: Path, tmp_path: Path) -> None:
+    before = fingerprint(folder, tmp_path / "cache")
+    (entry,) = (tmp_path / "cache" / "digests").iterdir()
+    entry.write_text("{")
+    assert fingerprint(folder, tmp_path / "cache") == before
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert fingerprint(folder, tmp_path / "file") == fingerprint(folder)
+
+
+def test_a_derived_model_has_that_of_its_recipe(folder: Path) -> None:
+    derive(folder)
+    assert fingerprint(folder) == RECIPE != content_digest(folder)
+
+
+def test_last_bits_do_not_matter_when_it_is_prepared_again(folder: Path) -> None:
+    change_one_weight(folder, by_ulp=True)
+    derive(folder)
+    assert fingerprint(folder) == RECIPE
+
+
+def test_a_derived_model_that_was_changed_since_is_refused(folder: Path) -> None:
+    derive(folder)
+    change_one_weight(folder)
+    with pytest.raises(FingerprintMismatch, match="has changed since it was prepared"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize("record", ["{}", '{"fingerprint": "ab"}', "[]", "{"])
+def test_a_recipe_that_says_nothing_is_refused(folder: Path, record: str) -> None:
+    (folder / "kvrelay.json").write_text(record)
+    with pytest.raises(UnsupportedModel, match=r"kvrelay\.json"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x08\0\0\0\0\0\0\0notjson!"])
+def test_what_is_no_safetensors_file_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match="is not a safetensors file"):
+        fingerprint(folder)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="is no model folder"):
+        fingerprint(tmp_path)
+
+
+def test_tokenizers_are_told_apart_by_words_and_by_template(tmp_path: Path) -> None:
+    for name, words in (("one", ["a", "b"]), ("same", ["a", "b"]), ("other", ["b", "a"])):
+        add_tokenizer(tmp_path / name, words)
+    one, same, other = (tokenizer_digest(tmp_path / name) for name in ("one", "same", "other"))
+    assert one == same != other
+    (tmp_path / "same" / "chat_template.jinja").write_text("{{ messages }}")
+    assert tokenizer_digest(tmp_path / "same") != one
+    assert vocabulary_digest(tmp_path / "same") == vocabulary_digest(tmp_path / "one")
+    assert tokenizer_digest(tmp_path) is None

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mappers import (
+    CalibrationTooSmall,
+    Gate,
+    Mapper,
+    MapperError,
+    TokenizerMismatch,
+    UnknownMethod,
+    UnsupportedModel,
+    fingerprint,
+    fit,
+    methods,
+)
+from mappers.collect import HELD_OUT_EVERY, collect, planned_bytes
+from mappers.manifest import KINDS
+from mappers.models import geometry_of, load_model, log_probs, read, run
+from mappers.rope import Rope
+from mappers.stats import Moments
+from tests.mappers.pairs import add_tokenizer, largest_difference, llama, random_documents, saved
+
+FRESH = random_documents(1, 80, seed=77)[0]
+
+
+def test_a_planted_map_between_two_models_is_recovered(twin_mapper: Mapper, folders: dict[str, Path]) -> None:
+    source, target = read(load_model(folders["twin"]), FRESH), read(load_model(folders["large"]), FRESH)
+    mapped, native = twin_mapper.map(source).slice(4, 80), target.slice(4, 80)
+    assert largest_difference(source.slice(4, 80), native) > 1
+    for kind in KINDS:
+        for ours, theirs in zip(mapped.of(kind), native.of(kind), strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+def test_no_more_source_layers_are_taken_than_pay(twin_mapper: Mapper) -> None:
+    for layer, spec in enumerate(twin_mapper.manifest.layers):
+        assert spec.keys.key_layers == spec.values.value_layers == (layer,)
+        assert spec.keys.r2 is not None and spec.keys.r2 > 0.999
+
+
+@pytest.mark.parametrize("name", sorted(methods.METHODS))
+def test_a_model_mapped_to_itself_gives_its_own_log_probs(
+    folders: dict[str, Path], documents: list[list[int]], name: str
+) -> None:
+    mapper = fit(folders["large"], folders["large"], documents[:4], method=name)
+    model = load_model(folders["large"])
+    assert mapper.copied_layers == (0, 1, 2, 3)
+    past = mapper.map(read(model, FRESH[:50]))
+    native, mapped = run(model, FRESH)[1][50:], run(model, FRESH[50:], past)[1]
+    assert (log_probs(model, native) - log_probs(model, mapped)).abs().max() <= 1e-4
+
+
+def test_shared_layers_are_found_and_the_rest_is_fitted(sibling_mapper: Mapper) -> None:
+    assert sibling_mapper.copied_layers == (0, 1)
+    assert [spec.keys.method for spec in sibling_mapper.manifest.layers] == ["copy", "copy", "ridge", "ridge"]
+    # Layer 2 of the target is what layer 2 of the sibling reads: same input, another projection.
+    assert sibling_mapper.manifest.layers[2].values.r2 is not None
+
+
+def test_shared_layers_are_fitted_like_any_other_if_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    mapper = fit(folders["sibling"], folders["large"], documents, copies=False)
+    assert mapper.copied_layers == ()
+    assert mapper.manifest.layers[1].keys.r2 is not None and mapper.manifest.layers[1].keys.r2 > 0.999
+
+
+def test_keys_may_be_shared_where_values_are_not(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+) -> None:
+    model = load_model(folders["large"])
+    model.model.layers[0].self_attn.v_proj.weight.mul_(2)
+    model.model.layers[0].self_attn.o_proj.weight.div_(2)
+    mapper = fit(saved(model, tmp_path / "doubled"), folders["large"], documents)
+    first = mapper.manifest.layers[0]
+    assert (first.keys.method, first.values.method) == ("copy", "ridge")
+    assert mapper.copied_layers == (1, 2, 3)
+
+
+def test_keys_under_another_rope_are_not_copied(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+) -> None:
+    other = llama(1, 4, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
+    mapper = fit(saved(other, tmp_path / "other"), folders["large"], documents)
+    assert mapper.manifest.layers[0].keys.method == "ridge" and mapper.manifest.layers[0].values.method == "copy"
+    assert mapper.manifest.layers[0].keys.r2 is not None and mapper.manifest.layers[0].keys.r2 > 0.999
+
+
+def test_keys_and_values_joined_explain_at_least_as_much(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    apart = fit(folders["other"], folders["large"], documents, layers=2)
+    joint = fit(folders["other"], folders["large"], documents, layers=2, joint=True)
+    spec = joint.manifest.layers[0].keys
+    assert spec.key_layers == spec.value_layers != ()
+
+    def mean_r2(mapper: Mapper) -> float:
+        r2 = [spec.of(kind).r2 or 0.0 for spec in mapper.manifest.layers for kind in KINDS]
+        return sum(r2) / len(r2)
+
+    assert mean_r2(joint) > mean_r2(apart)
+
+
+def test_the_manifest_tells_where_the_map_comes_from(
+    twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]]
+) -> None:
+    manifest = twin_mapper.manifest
+    assert (manifest.source.name, manifest.target.name) == ("twin", "large")
+    assert manifest.source.fingerprint == fingerprint(folders["twin"])
+    assert manifest.calibration.num_tokens == sum(map(len, documents))
+    assert (manifest.calibration.name, manifest.calibration.num_documents) == ("noise", len(documents))
+    assert str(folders["twin"].parent) not in manifest.model_dump_json()
+    again = fit(folders["twin"], folders["large"], documents[::-1], precision="float32")
+    assert again.manifest.calibration.digest != manifest.calibration.digest
+
+
+def test_no_more_tokens_are_read_than_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    told: list[tuple[int, int | None]] = []
+    mapper = fit(
+        folders["twin"], folders["large"], documents, layers=1, tokens=500, progress=lambda *done: told.append(done)
+    )
+    assert mapper.manifest.calibration.num_tokens == 576 == told[-1][0]
+    assert told[0] == (96, 500)
+
+
+def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str, Path]) -> None:
+    models = load_model(folders["twin"]), load_model(folders["large"])
+    ropes = Rope.of(models[0]), Rope.of(models[1])
+    documents = random_documents(5, 30)
+    collected = collect(models, ropes, documents, joint=False, copies=True, head=4)
+    for group in collected.groups:
+        assert group.train.count + group.held_out.count == 5 * (30 - 4)
+        assert group.held_out.count == 26 * len([i for i in range(5) if i % HELD_OUT_EVERY == 1])
+    rows = [read(models[0], ids).slice(4, 30).values[2].transpose(0, 1).flatten(1) for ids in documents]
+    train = torch.cat([row for i, row in enumerate(rows) if i % HELD_OUT_EVERY != 1]).double()
+    features = collected.groups[1].features([2])
+    torch.testing.assert_close(collected.groups[1].train.mean_x[features], train.mean(0))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bool) -> None:
+    models = load_model(folders["twin"]), load_model(folders["large"])
+    ropes = Rope.of(models[0]), Rope.of(models[1])
+    collected = collect(models, ropes, random_documents(2, 30), joint=joint, copies=False, head=4)
+    moments = [m for group in collected.groups for m in (group.train, group.held_out)]
+    taken = sum(Moments.bytes_for(m.num_features, m.num_targets) for m in moments)
+    assert planned_bytes(geometry_of(models[0].config), geometry_of(models[1].config), joint) == taken
+
+
+def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    mapper = fit(folders["large"], folders["large"], documents[:2], gate=Gate(max_ppl_ratio=9, min_top1=0.1))
+    assert mapper.manifest.gate == Gate(max_ppl_ratio=9, min_top1=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"method": "rige"}, UnknownMethod, "known: identity, ridge"),
+        ({"layers": 0}, MapperError, "layers is 0"),
+        ({"head": -1}, MapperError, "head is -1"),
+        ({"precision": "int8"}, MapperError, "unknown precision 'int8'; allowed: float16, float32"),
+        ({"tokens": 100}, CalibrationTooSmall, "100 tokens for 64 features; at least 256"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(
+    folders: dict[str, Path], documents: list[list[int]], settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fit(folders["twin"], folders["large"], documents, **settings)
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [(0, "no document of more than 5 tokens"), (1, "one document"), (4, "276 tokens for 48 features; at least 384")],
+)
+def test_too_few_documents_are_refused(
+    folders: dict[str, Path], documents: list[list[int]], used: int, message: str
+) -> None:
+    with pytest.raises(CalibrationTooSmall, match=message):
+        fit(folders["twin"], folders["large"], documents[:used], tokens_per_feature=8.0)
+
+
+def test_short_documents_are_passed_over(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    mapper = fit(folders["twin"], folders["large"], [[1, 2, 3], *documents], method="identity")
+    assert mapper.manifest.calibration.num_documents == len(documents)
+
+
+def test_models_that_read_different_tokens_are_refused(tmp_path: Path) -> None:
+    model = llama(0, 2)
+    for name, words in (("a", ["x", "y"]), ("b", ["y", "x"])):
+        add_tokenizer(saved(model, tmp_path / name), words)
+    with pytest.raises(TokenizerMismatch, match="different tokenizers"):
+        fit(tmp_path / "a", tmp_path / "b", random_documents(2, 40))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UnsupportedModel, match="no model at"):
+        fit(tmp_path / "empty", folders["large"], random_documents(2, 40))
+
+
+def test_weights_that_do_not_fit_the_precision_are_refused(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+) -> None:
+    faint = load_model(folders["twin"])
+    for layer in faint.model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e-6)
+        layer.self_attn.o_proj.weight.mul_(1e6)
+    with pytest.raises(MapperError, match="is too large for torch.float16; allowed: float32"):
+        fit(saved(faint, tmp_path / "faint"), folders["large"], documents)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mappers import GeometryMismatch, KVCache, Mapper, fit
+from mappers.manifest import KINDS, OutputSpec
+from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
+
+
+@pytest.fixture(scope="module", params=["twin", "sibling", "joint", "float16", "other"])
+def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
+    if request.param in ("twin", "sibling"):
+        made: Mapper = request.getfixturevalue(f"{request.param}_mapper")
+        return made
+    precision = "float16" if request.param == "float16" else "float32"
+    return fit(
+        folders["other"], folders["large"], documents, joint=request.param == "joint", layers=2, precision=precision
+    )
+
+
+def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
+    """The map as the manifest defines it, one token at a time."""
+    out: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    plain = [mapper.source_rope.strip(key, cache.positions) for key in cache.keys]
+    for layer, spec in enumerate(mapper.manifest.layers):
+        for kind in KINDS:
+            states = one_output(mapper, spec.of(kind), f"layers.{layer}.{kind}", cache, plain, kind)
+            out[kind].append(states)
+    return KVCache(tuple(out["keys"]), tuple(out["values"]), cache.start)
+
+
+def one_output(mapper: Mapper, spec: OutputSpec, name: str, cache: KVCache, plain: list[Tensor], kind: str) -> Tensor:
+    if spec.method == "copy":
+        return cache.keys[spec.key_layers[0]] if kind == "keys" else cache.values[spec.value_layers[0]]
+    weight, bias = mapper.weights[f"{name}.weight"].double(), mapper.weights[f"{name}.bias"].double()
+    rows = []
+    for token in range(cache.num_tokens):
+        parts = [plain[i][:, token].flatten() for i in spec.key_layers]
+        parts += [cache.values[i][:, token].flatten() for i in spec.value_layers]
+        rows.append(torch.cat(parts).double() @ weight + bias)
+    states = torch.stack(rows).float().view(cache.num_tokens, KV_HEADS, HEAD_DIM).transpose(0, 1)
+    return mapper.target_rope.apply(states, cache.positions) if kind == "keys" else states
+
+
+@pytest.mark.parametrize("start", [0, 4, 400])
+def test_a_map_is_what_its_manifest_says(mapper: Mapper, start: int) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 30, start)
+    mapped = mapper.map(cache)
+    assert mapped.start == start and mapped.geometry == mapper.manifest.target.geometry
+    assert largest_difference(mapped, by_hand(mapper, cache)) < 2e-4
+
+
+def test_chunks_of_any_length_give_the_same(mapper: Mapper) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 50, 3)
+    bounds = [0, 1, 17, 20, 50]
+    chunks = [mapper.map(cache.slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert largest_difference(KVCache.concatenate(chunks), mapper.map(cache)) < 1e-5
+
+
+def test_the_sink_gets_every_layer_in_order_and_in_shape(mapper: Mapper) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 12)
+    seen: list[int] = []
+
+    def sink(layer: int, keys: Tensor, values: Tensor) -> None:
+        assert keys.shape == values.shape == (KV_HEADS, 12, HEAD_DIM)
+        seen.append(layer)
+
+    mapper.map_into(cache, sink)
+    assert seen == list(range(mapper.manifest.target.num_layers))
+
+
+def test_the_source_is_left_as_it_was(mapper: Mapper) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 12)
+    mapped = mapper.map(cache)
+    for states in mapped.keys + mapped.values:
+        states.zero_()
+    assert largest_difference(cache, random_cache(mapper.manifest.source.num_layers, 12)) == 0
+
+
+def test_threads_do_not_share_scratch(mapper: Mapper) -> None:
+    caches = [random_cache(mapper.manifest.source.num_layers, 40, start=i, seed=i) for i in range(8)]
+    alone = [mapper.map(cache) for cache in caches]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            together = list(threads.map(mapper.map, caches))
+            assert all(largest_difference(a, b) == 0 for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_lower_precision_is_mapped_in_float32(mapper: Mapper, dtype: torch.dtype) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 16)
+    low = KVCache(tuple(k.to(dtype) for k in cache.keys), tuple(v.to(dtype) for v in cache.values))
+    exact = KVCache(tuple(k.float() for k in low.keys), tuple(v.float() for v in low.values))
+    assert largest_difference(mapper.map(low), mapper.map(exact)) < 1e-5
+
+
+def test_token_major_memory_is_mapped_alike(mapper: Mapper) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 16)
+
+    def turned(states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(s.transpose(0, 1).contiguous().transpose(0, 1) for s in states)
+
+    assert largest_difference(mapper.map(KVCache(turned(cache.keys), turned(cache.values))), mapper.map(cache)) < 1e-5
+
+
+def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
+    cache = random_cache(3, 10)
+    mapped = sibling_mapper.map(cache)
+    assert sibling_mapper.copied_layers == (0, 1)
+    assert all(torch.equal(mapped.keys[i], cache.keys[i]) for i in (0, 1))
+    assert all(torch.equal(mapped.values[i], cache.values[i]) for i in (0, 1))
+
+
+def test_a_cache_of_another_shape_is_refused(mapper: Mapper) -> None:
+    with pytest.raises(GeometryMismatch, match="num_layers=9.*this map takes"):
+        mapper.map(random_cache(9, 5))

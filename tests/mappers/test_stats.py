@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mappers import GeometryMismatch
+from mappers.stats import STRIP, Moments
+
+
+def rows(count: int, features: int, targets: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data far from the origin, where uncentred sums lose their digits."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, features, generator=generator) + 1000
+    return x, torch.randn(count, targets, generator=generator) - 500
+
+
+def moments_of(x: torch.Tensor, y: torch.Tensor, *sizes: int) -> Moments:
+    moments = Moments(x.shape[1], y.shape[1])
+    for part_x, part_y in zip(x.split(list(sizes)), y.split(list(sizes)), strict=True):
+        moments.update(part_x, part_y)
+    return moments
+
+
+def assert_equal(left: Moments, right: Moments) -> None:
+    assert left.count == right.count
+    for name in ("mean_x", "mean_y", "xy", "yy"):
+        torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(left.gram(), right.gram(), rtol=1e-9, atol=1e-9)
+
+
+def test_streamed_moments_are_the_definition() -> None:
+    x, y = rows(300, STRIP + 40, 7)
+    moments = moments_of(x, y, 1, 99, 0, 200)
+    x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
+    torch.testing.assert_close(moments.gram(), x.T @ x, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(moments.xy, x.T @ y, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(moments.yy, y.square().sum(0), rtol=1e-9, atol=1e-9)
+
+
+def test_merged_moments_equal_one_pass() -> None:
+    x, y = rows(200, 12, 5)
+    left, right = moments_of(x[:70], y[:70], 70), moments_of(x[70:], y[70:], 100, 30)
+    left.merge(right)
+    left.merge(Moments(12, 5))
+    assert_equal(left, moments_of(x, y, 200))
+
+
+def test_merging_into_nothing_is_a_copy() -> None:
+    x, y = rows(50, 6, 2)
+    empty, full = Moments(6, 2), moments_of(x, y, 50)
+    empty.merge(full)
+    assert_equal(empty, full)
+
+
+def test_a_selection_is_what_fewer_columns_would_have_given() -> None:
+    x, y = rows(80, 10, 6)
+    features, targets = torch.tensor([1, 4, 7]), torch.tensor([5, 0])
+    assert_equal(moments_of(x, y, 80).select(features, targets), moments_of(x[:, features], y[:, targets], 80))
+
+
+def test_saved_moments_go_on_where_they_were(tmp_path: Path) -> None:
+    x, y = rows(90, 8, 3)
+    moments_of(x[:40], y[:40], 40).save(tmp_path / "moments.safetensors")
+    loaded = Moments.load(tmp_path / "moments.safetensors")
+    loaded.update(x[40:], y[40:])
+    assert_equal(loaded, moments_of(x, y, 90))
+
+
+def test_memory_is_as_announced() -> None:
+    moments = Moments(20, 30)
+    tensors = (moments.mean_x, moments.mean_y, moments.xx, moments.xy, moments.yy)
+    assert Moments.bytes_for(20, 30) == sum(tensor.numel() * 8 for tensor in tensors)
+
+
+def test_other_shapes_are_refused() -> None:
+    moments = Moments(4, 2)
+    with pytest.raises(GeometryMismatch, match=r"\(5, 3\)"):
+        moments.update(torch.zeros(5, 3), torch.zeros(5, 2))
+    with pytest.raises(GeometryMismatch, match="do not merge"):
+        moments.merge(Moments(4, 3))
