@@ -38,13 +38,10 @@ class Arena(ABC):
 
     def __init__(self, layout: KVLayout, data: Tensor, generations: Generations, epoch: str):
         self.layout = layout
+        self.num_blocks = data.shape[0]
         self.data = data  # (num_blocks, L, 2, block_tokens, H, D)
         self.generations = generations
         self.epoch = epoch
-
-    @property
-    def num_blocks(self) -> int:
-        return self.data.shape[0]
 
     @property
     def block_bytes(self) -> int:
@@ -89,6 +86,11 @@ class Arena(ABC):
     def close(self) -> None:
         """Give the memory back; readers see every block as being written. Idempotent."""
 
+    def _let_go(self) -> None:
+        """Keep no part of the memory alive."""
+        self.data = self.data.new_empty(0)
+        self.generations = self.generations | 1
+
 
 _HEAP: WeakValueDictionary[str, Arena] = WeakValueDictionary()  # what /dev/shm is between processes, inside one
 
@@ -108,6 +110,7 @@ class HeapArena(Arena):
 
     def close(self) -> None:
         self.generations |= 1
+        self._let_go()
         _HEAP.pop(self.epoch, None)
 
 
@@ -127,15 +130,14 @@ class ShmArena(Arena):
 
     def close(self) -> None:
         self._segment.close()
+        self._let_go()
 
 
 def segment_data(segment: Segment, layout: KVLayout) -> Tensor:
     """The blocks of a mapped file as a tensor; the mapping lives as long as the tensor."""
     header = segment.header
-    flat = torch.frombuffer(
-        segment.memory, dtype=torch_dtype(layout.dtype), offset=header.data_offset,
-        count=header.num_blocks * layout.block_elements,
-    )  # fmt: skip
+    count = header.num_blocks * layout.block_elements
+    flat = torch.frombuffer(segment.blocks, dtype=torch_dtype(layout.dtype), count=count)
     return flat.view(header.num_blocks, *block_shape(layout))
 
 

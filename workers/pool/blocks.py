@@ -65,8 +65,7 @@ class Piece:
 
 def pieces(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[Piece]:
     """The range `[begin, end)` of a sequence that lies in `blocks`, cut where whole blocks begin and end."""
-    if not 0 <= begin <= end <= len(blocks) * block_tokens:
-        raise InvalidRequest(f"tokens [{begin}, {end}) do not lie in {len(blocks)} blocks of {block_tokens}")
+    check_range(blocks, begin, end, block_tokens)
     at = begin
     while at < end:
         first, low = divmod(at, block_tokens)
@@ -104,6 +103,11 @@ def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayErro
     for block in blocks:
         if not 0 <= block < num_blocks:
             raise error(f"block {block} does not exist; this pool has blocks 0..{num_blocks - 1}", param="blocks")
+
+
+def check_range(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> None:
+    if not 0 <= begin <= end <= len(blocks) * block_tokens:
+        raise InvalidRequest(f"tokens [{begin}, {end}) do not lie in {len(blocks)} blocks of {block_tokens}")
 
 
 def _window(layer: Tensor, piece: Piece) -> Tensor:

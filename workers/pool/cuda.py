@@ -136,7 +136,7 @@ class CudaArena(Arena):
             return
         torch.cuda.synchronize(self._device)
         self._segment.close()
-        self.data = self.data.new_empty(0)
+        self._let_go()
         self._runtime.free(self._address)
         self._address = None
 

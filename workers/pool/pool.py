@@ -31,7 +31,7 @@ from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Ove
 from workers.api.schemas import KVLayout, PoolExport, Provenance
 from workers.digest import block_chain, token_digest
 from workers.pool.arena import Arena
-from workers.pool.blocks import blocks_for, check_blocks, copy_in, copy_layer_in, copy_out, empty_cache
+from workers.pool.blocks import blocks_for, check_blocks, check_range, copy_in, copy_layer_in, copy_out, empty_cache
 from workers.pool.entries import EXACT, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
 from workers.pool.evict import choose_victims
 from workers.pool.index import PrefixIndex
@@ -260,7 +260,9 @@ class Pool:
         With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled; they may be views
         and of another dtype.
         """
+        self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
+        check_range(blocks, begin, end, self.layout.block_tokens)
         out = empty_cache(self.layout, begin, end, self.arena.data.device) if out is None else out
         if (out.start, out.num_tokens) != (begin, end - begin):
             raise InvalidRequest(f"out holds {out.num_tokens} tokens from {out.start}; asked for [{begin}, {end})")
@@ -277,6 +279,7 @@ class Pool:
         """Marks a write of tokens `[begin, end)`; yields `write(layer, keys, values)`, `(H, end - begin, D)` each."""
         self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
+        check_range(blocks, begin, end, self.layout.block_tokens)
         touched = blocks[begin // self.layout.block_tokens : blocks_for(end, self.layout.block_tokens)]
 
         def write(layer: int, keys: Tensor, values: Tensor) -> None:

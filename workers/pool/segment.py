@@ -80,8 +80,9 @@ class Segment:
         self._fd: int | None = fd
         self._owner = owner
         access = mmap.ACCESS_WRITE if owner else mmap.ACCESS_READ
-        self.memory = mmap.mmap(fd, header.size, access=access)
-        self.generations: Generations = np.frombuffer(self.memory, np.int64, header.num_blocks, _PAGE)
+        memory = mmap.mmap(fd, header.size, access=access)
+        self.generations: Generations = np.frombuffer(memory, np.int64, header.num_blocks, _PAGE)
+        self.blocks = memoryview(memory)[header.data_offset :]
 
     @staticmethod
     def create(worker: str, header: Header, directory: Path = SHM) -> Segment:
@@ -131,7 +132,7 @@ class Segment:
         return not alone
 
     def close(self) -> None:
-        """Unmap as soon as no tensor looks into the mapping any more; the owner also removes the file."""
+        """Unmap as soon as nobody looks into the mapping any more; the owner also removes the file."""
         if self._fd is None:
             return
         if self._owner:
@@ -140,6 +141,7 @@ class Segment:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own and would keep the lock
         os.close(self._fd)
         self._fd = None
+        self.generations, self.blocks = self.generations.copy(), memoryview(b"")
 
 
 def segment_name(worker: str, epoch: str) -> str:

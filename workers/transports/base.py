@@ -21,7 +21,7 @@ from torch import Tensor
 from mappers.cache import KVCache
 from workers.api.errors import CacheStale, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport
-from workers.pool.blocks import block_bytes, check_blocks, copy_out, empty_cache
+from workers.pool.blocks import block_bytes, check_blocks, check_range, copy_out, empty_cache
 from workers.pool.segment import Generations, Header
 
 
@@ -43,6 +43,7 @@ class Reader:
         """
         check_blocks(blocks, self.export.num_blocks, TransferFailed)
         size = self.layout.block_tokens
+        check_range(blocks, begin, end, size)
         touched = slice(begin // size, -(-end // size))
         with self._lock:
             if self._data is None:

@@ -29,7 +29,7 @@ class CudaIpcReader(Reader):
         return self._segment.owner_alive()
 
     def _unmap(self) -> None:
-        self._generations = self._generations[:0].copy()
+        self._generations = self._generations.copy()
         self._segment.close()
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()

@@ -31,7 +31,7 @@ class ShmReader(Reader):
         return self._segment.owner_alive()
 
     def _unmap(self) -> None:
-        self._generations = self._generations[:0].copy()
+        self._generations = self._generations.copy()
         self._segment.close()
 
 
@@ -64,7 +64,7 @@ def _readonly_tensor(segment: Segment, layout: KVLayout) -> Tensor:
     """The blocks of a read-only mapping. PyTorch knows no read-only tensor and warns of such a buffer, so the memory is
     handed over by its address; nothing here writes to it, and the kernel would end a process that did."""
     header = segment.header
-    memory = np.frombuffer(segment.memory, np.uint8, offset=header.data_offset)
+    memory = np.frombuffer(segment.blocks, np.uint8)
     kind: Any = type("MappedBlocks", (ctypes.c_ubyte * memory.size,), {})  # unlike its base, it takes attributes
     span = kind.from_address(memory.ctypes.data)
     span.keep_mapped = memory  # the tensor keeps `span`, and so the mapping

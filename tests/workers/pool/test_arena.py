@@ -129,8 +129,8 @@ def test_readers_cannot_write(segment: Segment, tmp_path: Path) -> None:
     reader = Segment.attach(segment.name, tmp_path)
     with pytest.raises(ValueError, match="read-only"):
         reader.generations[0] = 1
-    with pytest.raises(TypeError):
-        reader.memory[0] = 1
+    with pytest.raises(TypeError, match="read-only"):
+        reader.blocks[0] = 1
     reader.close()
 
 
@@ -143,10 +143,10 @@ def test_readers_see_the_owners_writes_at_once(segment: Segment, tmp_path: Path)
 
 def test_closing_removes_the_file_and_a_reader_keeps_its_memory(segment: Segment, tmp_path: Path) -> None:
     reader = Segment.attach(segment.name, tmp_path)
-    assert reader.owner_alive()
+    assert reader.owner_alive() and segment.owner_alive()
     segment.close()
     assert not segment.path.exists()
-    assert not reader.owner_alive()
+    assert not reader.owner_alive() and not segment.owner_alive()
     assert (reader.generations & 1).all()
     reader.close()
 

@@ -1,0 +1,116 @@
+"""A pool's owner for the tests of its readers: in this process (`LocalOwner`) or in one of its own (`RemoteOwner`).
+
+Run as a program it is the other process: one JSON command a line in, one reply a line out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.workers.pool.support import LAYOUT, SALT, random_kv
+from workers.api.schemas import KVLayout, Ticket
+from workers.pool.arena import create_arena, new_epoch
+from workers.pool.blocks import block_bytes
+from workers.pool.pool import Pool
+from workers.pool.segment import SHM
+from workers.pool.tickets import TicketOffice
+
+FINGERPRINT = "f0" * 32
+
+
+class LocalOwner:
+    def __init__(self, kind: str, *, num_blocks: int = 16, layout: KVLayout = LAYOUT, directory: Path = SHM):
+        budget = num_blocks * block_bytes(layout)
+        self.pool = Pool(
+            create_arena(kind, layout, budget, worker="test-owner", epoch=new_epoch(), directory=directory)
+        )
+        self._layout = layout
+
+    def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
+        """A new cache of `random_kv(0, num_tokens, seed)`, leased."""
+        ids, kv = range(num_tokens), random_kv(0, num_tokens, seed, self._layout)
+        entry = self.pool.store(ids, kv, SALT, ttl_s=600)
+        office = TicketOffice(self.pool, "small", FINGERPRINT)
+        return office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
+
+    def free(self, ticket: Ticket) -> None:
+        """As when the cache is dropped and its lease has expired."""
+        self.pool.drop(ticket.cache_id, SALT)
+        self.pool.release(ticket.cache_id, ticket.lease_id)
+
+    def mark_writing(self, block: int) -> None:
+        self.pool.arena.open([block])
+
+    def rewrite_for_ever(self, block: int) -> None:
+        """Write the block again and again, each time with one number throughout."""
+
+        def rewrite() -> None:
+            for value in range(1_000_000):
+                with self.pool.arena.writing([block]):
+                    self.pool.arena.data[block].fill_(float(value))
+                time.sleep(0.002)
+
+        threading.Thread(target=rewrite, daemon=True).start()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+class RemoteOwner:
+    def __init__(self, kind: str, *, num_blocks: int = 16, layout: KVLayout = LAYOUT, directory: Path = SHM):
+        arguments = json.dumps([kind, num_blocks, layout.model_dump(), str(directory)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.transports.owner", arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
+        return Ticket.model_validate(self._ask("ticket", num_tokens, seed))
+
+    def free(self, ticket: Ticket) -> None:
+        self._ask("free", ticket.model_dump())
+
+    def mark_writing(self, block: int) -> None:
+        self._ask("mark_writing", block)
+
+    def rewrite_for_ever(self, block: int) -> None:
+        self._ask("rewrite_for_ever", block)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self._ask("close")
+        self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    kind, num_blocks, layout, directory = json.loads(sys.argv[1])
+    owner = LocalOwner(kind, num_blocks=num_blocks, layout=KVLayout(**layout), directory=Path(directory))
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        arguments = [Ticket(**value) if isinstance(value, dict) else value for value in arguments]
+        reply = getattr(owner, name)(*arguments)
+        sys.stdout.write(json.dumps(reply.model_dump() if isinstance(reply, Ticket) else reply) + "\n")
+        sys.stdout.flush()
+    owner.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What every transport keeps, by its name in the registry. A new one is tested by standing there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.workers.pool.support import LAYOUT, assert_same, random_kv
+from tests.workers.transports.owner import LocalOwner, RemoteOwner
+from workers.api.errors import CacheStale, KvrelayError, TransferFailed
+from workers.api.schemas import PoolExport, Ticket
+from workers.transports import TRANSPORTS, load_transport
+from workers.transports.base import Reader
+from workers.transports.readers import Readers
+
+torch.set_num_threads(1)
+
+# Where the owner is: memory of this process, or that of another one.
+OWNERS = {"inproc": LocalOwner, "shm": LocalOwner, "cuda_ipc": RemoteOwner}
+NAMES = [pytest.param(name, marks=pytest.mark.gpu) if "cuda" in name else name for name in TRANSPORTS]
+
+
+@pytest.fixture(params=NAMES)
+def owner(request: pytest.FixtureRequest) -> Iterator[LocalOwner | RemoteOwner]:
+    owner = OWNERS[request.param](request.param)
+    yield owner
+    owner.close()
+
+
+@pytest.fixture
+def readers() -> Iterator[Readers]:
+    readers = Readers()
+    yield readers
+    readers.close()
+
+
+def opened(readers: Readers, ticket: Ticket) -> Reader:
+    return readers.get("peer", ticket.pool, ticket.layout)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 14), (0, 8), (4, 8), (3, 13), (13, 14), (5, 6)])
+def test_a_read_gives_what_was_stored(
+    owner: LocalOwner | RemoteOwner, readers: Readers, begin: int, end: int
+) -> None:
+    ticket = owner.ticket(14, seed=7)
+    chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
+    assert_same(chunk, random_kv(0, 14, seed=7).slice(begin, end))
+
+
+def test_a_chunk_is_a_copy(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8, seed=1)
+    chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, 0, 8)
+    owner.free(ticket)
+    owner.ticket(60, seed=2)
+    assert_same(chunk, random_kv(0, 8, seed=1))
+
+
+def test_a_freed_cache_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8)
+    reader = opened(readers, ticket)
+    owner.free(ticket)
+    with pytest.raises(CacheStale, match="written or freed since"):
+        reader.read(ticket.blocks, ticket.generations, 0, 8)
+
+
+def test_a_block_that_has_another_content_by_now_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    old = owner.ticket(64, seed=1)
+    reader = opened(readers, old)
+    owner.free(old)
+    new = owner.ticket(64, seed=2)
+    assert set(new.blocks) == set(old.blocks)
+    with pytest.raises(CacheStale):
+        reader.read(old.blocks, old.generations, 0, 8)
+    assert_same(reader.read(new.blocks, new.generations, 0, 8), random_kv(0, 64, seed=2).slice(0, 8))
+
+
+def test_a_block_that_is_being_written_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(16)
+    reader = opened(readers, ticket)
+    owner.mark_writing(ticket.blocks[2])
+    reader.read(ticket.blocks, ticket.generations, 0, 8)
+    odd = [*ticket.generations[:2], ticket.generations[2] + 1, ticket.generations[3]]
+    for generations in (ticket.generations, odd):
+        with pytest.raises(CacheStale, match=f"block {ticket.blocks[2]} is at generation"):
+            reader.read(ticket.blocks, generations, 0, 12)
+
+
+@pytest.mark.parametrize("block", [16, -1, 10**12])
+def test_a_block_that_does_not_exist_is_refused(
+    owner: LocalOwner | RemoteOwner, readers: Readers, block: int
+) -> None:
+    ticket = owner.ticket(8)
+    with pytest.raises(TransferFailed, match=f"block {block} does not exist; this pool has blocks 0..15"):
+        opened(readers, ticket).read([ticket.blocks[0], block], ticket.generations, 0, 4)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 9), (-1, 4), (6, 5)])
+def test_tokens_outside_the_cache_are_refused(
+    owner: LocalOwner | RemoteOwner, readers: Readers, begin: int, end: int
+) -> None:
+    ticket = owner.ticket(8)
+    with pytest.raises(KvrelayError, match=rf"tokens \[{begin}, {end}\) do not lie in 2 blocks"):
+        opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layout": LAYOUT.model_copy(update={"num_layers": 4})},
+        {"layout": LAYOUT.model_copy(update={"dtype": "float16"})},
+        {"layout": LAYOUT.model_copy(update={"head_dim": 0})},
+        {"layout": LAYOUT.model_copy(update={"dtype": "int4"})},
+        {"num_blocks": 17},
+    ],
+    ids=str,
+)
+def test_a_pool_of_another_shape_is_not_opened(
+    owner: LocalOwner | RemoteOwner, readers: Readers, wrong: dict[str, object]
+) -> None:
+    if wrong.get("layout") is not None and OWNERS[owner.ticket(1).pool.kind] is RemoteOwner:
+        return  # the blocks' extent stands in no file there; the handoff checks the layout against its mapper
+    ticket = owner.ticket(8).model_copy(update={k: v for k, v in wrong.items() if k == "layout"})
+    export = ticket.pool.model_copy(update={k: v for k, v in wrong.items() if k == "num_blocks"})
+    with pytest.raises(KvrelayError):
+        readers.get("peer", export, ticket.layout)
+    assert readers.peers == []
+
+
+def test_a_pool_of_another_epoch_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    export = owner.ticket(8).pool.model_copy(update={"epoch": "0" * 32})
+    with pytest.raises(CacheStale, match="epoch"):
+        readers.get("peer", export, LAYOUT)
+
+
+def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8)
+    reader = opened(readers, ticket)
+    assert reader.alive()
+    owner.close()
+    assert not reader.alive()
+    with pytest.raises(CacheStale):
+        reader.read(ticket.blocks, ticket.generations, 0, 8)
+    with pytest.raises(CacheStale):
+        load_transport(ticket.pool.kind).open(ticket.pool, ticket.layout)
+
+
+def test_a_closed_reader_reads_no_more(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8)
+    reader = opened(readers, ticket)
+    reader.close()
+    reader.close()
+    with pytest.raises(CacheStale, match="has been closed here"):
+        reader.read(ticket.blocks, ticket.generations, 0, 8)
+
+
+def test_a_pool_is_opened_once(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    first, second = owner.ticket(8), owner.ticket(12)
+    assert opened(readers, first) is opened(readers, second)
+
+
+def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8, seed=1)
+    old = opened(readers, ticket)
+    owner.close()
+    restarted = OWNERS[ticket.pool.kind](ticket.pool.kind)
+    again = restarted.ticket(8, seed=2)
+    new = opened(readers, again)
+    assert new is not old and readers.peers == ["peer"]
+    assert_same(new.read(again.blocks, again.generations, 0, 8), random_kv(0, 8, seed=2))
+    with pytest.raises(CacheStale):
+        old.read(ticket.blocks, ticket.generations, 0, 8)
+    restarted.close()
+
+
+def test_sweeping_closes_what_belongs_to_the_dead(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket = owner.ticket(8)
+    opened(readers, ticket)
+    readers.sweep()
+    assert readers.peers == ["peer"]
+    owner.close()
+    readers.sweep()
+    assert readers.peers == []
+
+
+def test_the_export_survives_the_wire(owner: LocalOwner | RemoteOwner) -> None:
+    ticket = owner.ticket(8)
+    assert PoolExport.model_validate_json(ticket.pool.model_dump_json()) == ticket.pool
+    assert Ticket.model_validate_json(ticket.model_dump_json()) == ticket

@@ -1,0 +1,140 @@
+"""What only shared memory between real processes shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.pool.support import LAYOUT, assert_same, random_kv
+from tests.workers.transports.owner import LocalOwner, RemoteOwner
+from workers.api.errors import CacheStale, TransferFailed
+from workers.api.schemas import Ticket
+from workers.pool.segment import Segment, reclaim_dead_segments
+from workers.transports.base import Reader
+from workers.transports.shm import ShmTransport
+
+torch.set_num_threads(1)
+
+BIG = LAYOUT.model_copy(update={"num_layers": 16, "block_tokens": 64, "head_dim": 64})  # a block of 1 MiB
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shm")
+
+
+@pytest.fixture(scope="module")
+def remote(directory: Path) -> Iterator[RemoteOwner]:
+    """One process for all tests here, the last of which kills it: importing torch takes its time."""
+    owner = RemoteOwner("shm", num_blocks=8, layout=BIG, directory=directory)
+    yield owner
+    owner.kill()
+
+
+def opened(ticket: Ticket, directory: Path) -> Reader:
+    return ShmTransport(directory).open(ticket.pool, ticket.layout)
+
+
+def mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
+
+
+def test_another_processes_blocks_read_as_written(remote: RemoteOwner, directory: Path) -> None:
+    ticket = remote.ticket(200, seed=4)
+    reader = opened(ticket, directory)
+    chunk = reader.read(ticket.blocks, ticket.generations, 0, 200)
+    assert_same(chunk, random_kv(0, 200, seed=4, layout=BIG))
+    reader.close()
+
+
+def test_a_torn_copy_is_never_taken(remote: RemoteOwner, directory: Path) -> None:
+    """The owner writes a block over and over, one number throughout. Every copy that a read gives is of one number."""
+    ticket = remote.ticket(64)
+    reader, segment = opened(ticket, directory), Segment.attach(str(ticket.pool.address["name"]), directory)
+    remote.rewrite_for_ever(ticket.blocks[0])
+    whole, torn, end = 0, 0, time.monotonic() + 20
+    while (whole < 50 or torn < 20) and time.monotonic() < end:
+        try:
+            generation = int(segment.generations[ticket.blocks[0]])
+            chunk = reader.read(ticket.blocks[:1], [generation], 0, 64)
+        except CacheStale:
+            torn += 1
+            continue
+        numbers = {float(layer.min()) for layer in chunk.keys + chunk.values}
+        numbers |= {float(layer.max()) for layer in chunk.keys + chunk.values}
+        assert len(numbers) == 1
+        whole += 1
+    assert whole >= 50 and torn >= 20
+    reader.close()
+    segment.close()
+
+
+def test_a_frozen_owner_is_alive(remote: RemoteOwner, directory: Path) -> None:
+    reader = opened(remote.ticket(10), directory)
+    remote.process.send_signal(signal.SIGSTOP)
+    try:
+        assert reader.alive()
+    finally:
+        remote.process.send_signal(signal.SIGCONT)
+    reader.close()
+
+
+def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
+    owner = LocalOwner("shm", directory=tmp_path)
+    ticket = owner.ticket(8)
+    name = str(ticket.pool.address["name"])
+    reader = opened(ticket, tmp_path)
+    owner.close()
+    assert mapped(name)
+    reader.close()
+    assert not mapped(name)
+
+
+def test_a_reader_cannot_write(tmp_path: Path) -> None:
+    owner = LocalOwner("shm", directory=tmp_path)
+    ticket = owner.ticket(8)
+    reader = opened(ticket, tmp_path)
+    name = str(ticket.pool.address["name"])
+    modes = [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    assert sorted(modes) == ["r--s", "rw-s"]  # the reader's mapping and the owner's
+    reader.close()
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ({"host": "elsewhere"}, "the pool lies on host elsewhere; this is"),
+        ({"name": "../../etc/passwd"}, "does not name a pool's file"),
+        ({"name": 7}, "needs a text 'name'; got 7"),
+        ({"name": f"kvrelay-{os.getuid()}-nobody-{'0' * 32}"}, "is gone"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused(
+    address: dict[str, str | int], message: str, tmp_path: Path
+) -> None:
+    owner = LocalOwner("shm", directory=tmp_path)
+    ticket = owner.ticket(8)
+    export = ticket.pool.model_copy(update={"address": ticket.pool.address | address})
+    with pytest.raises((TransferFailed, CacheStale), match=message):
+        ShmTransport(tmp_path).open(export, LAYOUT)
+    owner.close()
+
+
+def test_what_a_killed_owner_left_reads_right_until_it_is_closed(remote: RemoteOwner, directory: Path) -> None:
+    ticket = remote.ticket(100, seed=5)
+    reader = opened(ticket, directory)
+    remote.kill()
+    assert not reader.alive()
+    assert reclaim_dead_segments(directory) == [ticket.pool.address["name"]]
+    chunk = reader.read(ticket.blocks, ticket.generations, 0, 100)
+    assert_same(chunk, random_kv(0, 100, seed=5, layout=BIG))
+    reader.close()
+    with pytest.raises(CacheStale, match="is gone"):
+        opened(ticket, directory)
