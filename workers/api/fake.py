@@ -101,7 +101,7 @@ class FakeWorker:
     peers: Mapping[str, FakeWorker] = field(default_factory=dict)
     secret: str = FAKE_SECRET
     rates: Rates = field(default_factory=Rates)
-    logprob: float = -0.1
+    logprob: float = -0.125
     answer: str | None = None  # in place of what it says by itself
     tool_call: dict[str, Any] | None = None
     token_s: float = 0.0
@@ -407,8 +407,9 @@ class FakeWorker:
         return fault
 
     async def _thawed(self) -> None:
-        while self.is_frozen:  # set from the test's own thread, where an asyncio.Event may not be
-            await asyncio.sleep(0.01)  # noqa: ASYNC110
+        # The flag is set from the test's own thread, where an asyncio.Event may not be.
+        while self.is_frozen:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     async def _until_gone(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """The result of the work; when the caller hangs up first, the work is cancelled and the hang-up counted."""

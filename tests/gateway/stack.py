@@ -1,0 +1,126 @@
+"""A gateway over two fake workers: in process, or over real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from gateway.app import create_app
+from gateway.settings import from_values
+from tests.serving import serving
+from workers.api.fake import FAKE_SECRET, FakeWorker
+from workers.api.schemas import Message
+
+LONG = " ".join(f"word{index}" for index in range(600))
+SYSTEM = {"role": "system", "content": f"You know this by heart: {LONG}"}
+USER = {"role": "user", "content": "What comes after word41?"}
+MESSAGES = [SYSTEM, USER]
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """A configuration for the two fakes; `changes` replace whole sections."""
+    return {
+        "tiers": [{"name": "small", "model": "fake-small"}, {"name": "large", "model": "fake-large"}],
+        "workers": {
+            "small-0": {"tier": "small", "url": "http://small-0"},
+            "large-0": {"tier": "large", "url": "http://large-0"},
+        },
+        "policy": {"name": "confidence", "threshold": -0.5, "num_tokens": 3},
+        "deadlines": {"request_s": 10.0, "decode_reserve_s": 0.5},
+    } | changes
+
+
+def fakes() -> tuple[FakeWorker, FakeWorker]:
+    small = FakeWorker("small-0", "fake-small")
+    return small, FakeWorker("large-0", "fake-large", peers={"small-0": small})
+
+
+@dataclass
+class Stack:
+    """`http` talks to the gateway."""
+
+    small: FakeWorker
+    large: FakeWorker
+    app: FastAPI
+    http: httpx.AsyncClient
+    url: str = "http://gateway"
+
+    async def chat(self, messages: list[dict[str, Any]] = MESSAGES, **fields: Any) -> httpx.Response:
+        kvrelay = fields.pop("kvrelay", None)
+        body = {"model": "auto", "messages": messages} | fields | ({"kvrelay": kvrelay} if kvrelay else {})
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def escalate(self, messages: list[dict[str, Any]] = MESSAGES, **options: Any) -> httpx.Response:
+        return await self.chat(messages, kvrelay={"policy": "always_escalate"} | options)
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.app.state.gateway.parts.metrics.registry.get_sample_value(f"kvrelay_{name}", labels)
+        return 0.0 if value is None else float(value)
+
+    async def look(self) -> None:
+        """Makes the gateway look at every worker now."""
+        await self.app.state.gateway.parts.fleet.look()
+
+
+@asynccontextmanager
+async def in_process(**changes: Any) -> AsyncIterator[Stack]:
+    small, large = fakes()
+    transports = {worker.name: httpx.ASGITransport(worker) for worker in (small, large)}
+    app = create_app(from_values(values(**changes)), FAKE_SECRET, transports=transports)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            yield Stack(small, large, app, http)
+
+
+@contextmanager
+def live(**changes: Any) -> Iterator[tuple[FakeWorker, FakeWorker, FastAPI, str]]:
+    """The fakes and the gateway, each behind a real socket."""
+    small, large = fakes()
+    with ExitStack() as servers:
+        urls = {worker.name: servers.enter_context(serving(worker)) for worker in (small, large)}
+        workers = {name: {"tier": name.split("-")[0], "url": url} for name, url in urls.items()}
+        app = create_app(from_values(values(**{"workers": workers} | changes)), FAKE_SECRET)
+        yield small, large, app, servers.enter_context(serving(app, lifespan="on"))
+
+
+@asynccontextmanager
+async def live_stack(**changes: Any) -> AsyncIterator[Stack]:
+    with live(**changes) as (small, large, app, url):
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield Stack(small, large, app, http, url)
+
+
+def right_answer(worker: FakeWorker, messages: list[dict[str, Any]]) -> str:
+    """What this worker answers to this very prompt, and to no other."""
+    return worker.says([Message.model_validate(message) for message in messages])
+
+
+def text(reply: httpx.Response) -> str:
+    assert reply.status_code == 200, reply.text
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def told(reply: httpx.Response) -> dict[str, Any]:
+    """The reply's `kvrelay` field."""
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json()["kvrelay"])
+
+
+def turn_after(messages: list[dict[str, Any]], reply: httpx.Response, question: str) -> list[dict[str, Any]]:
+    return [*messages, reply.json()["choices"][0]["message"], {"role": "user", "content": question}]
+
+
+async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    import asyncio
+
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until, "waited in vain"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,210 @@
+"""The life of a request, seen from the client: who answers, on which path, and what the worker was asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gateway.stack import (
+    MESSAGES,
+    SYSTEM,
+    USER,
+    Stack,
+    in_process,
+    right_answer,
+    text,
+    told,
+    turn_after,
+)
+from workers.api.fake import render
+from workers.api.schemas import Message, Rates
+
+NUM_TOKENS = len(render([Message.model_validate(message) for message in MESSAGES]))
+
+
+async def test_a_confident_small_answer_stands(stack: Stack) -> None:
+    reply = await stack.chat()
+    assert text(reply) == right_answer(stack.small, MESSAGES)
+    assert (told(reply)["tier"], told(reply)["forced"], told(reply)["confidence"]) == ("small", False, -0.125)
+    assert stack.large.made("chat") == stack.large.made("cached_chat") == stack.large.made("transfer") == []
+
+
+async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
+    stack.small.logprob = -2.0
+    reply = await stack.chat()
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    kvrelay = told(reply)
+    assert (kvrelay["tier"], kvrelay["path"], kvrelay["forced"]) == ("large", "mapped", False)
+    assert kvrelay["confidence"] == pytest.approx(-2.0)
+    assert kvrelay["mapper"] == "fake-bundle"
+    assert reply.headers["x-kvrelay-path"] == "mapped"
+    assert reply.headers["x-kvrelay-model"] == reply.json()["model"] == "fake-large"
+    assert float(reply.headers["x-kvrelay-overhead-ms"]) >= 0
+
+
+async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:
+    reply = await stack.escalate()
+    (transfer,) = stack.large.made("transfer")
+    assert transfer["num_tokens"] == told(reply)["handoff_tokens"] == NUM_TOKENS - 64
+    assert transfer["native_head"] == 4
+    assert transfer["source_worker"] == "small-0"
+    assert told(reply)["mapped_tokens"] == NUM_TOKENS - 64 - 4
+
+
+async def test_a_forced_escalation_lets_the_small_model_read_and_not_write(stack: Stack) -> None:
+    reply = await stack.escalate()
+    assert told(reply)["forced"] is True
+    assert len(stack.small.made("prefill")) == 1
+    assert "stable_messages" not in stack.small.made("prefill")[0]
+    assert stack.small.made("chat") == stack.small.made("cached_chat") == []
+
+
+async def test_times_are_told(stack: Stack) -> None:
+    kvrelay = told(await stack.escalate())
+    assert 0 < kvrelay["handoff_ttft_ms"] <= kvrelay["ttft_ms"]
+    assert kvrelay["map_ms"] == 2.0
+    assert kvrelay["copy_ms"] == 1.0
+    assert kvrelay["bytes"] > 0
+    assert kvrelay["transfer_ms"] > 0
+
+
+async def test_a_short_prompt_is_not_worth_a_handoff(stack: Stack) -> None:
+    short = [{"role": "user", "content": "Why?"}]
+    reply = await stack.escalate(short)
+    assert (told(reply)["path"], text(reply)) == ("prefill", right_answer(stack.large, short))
+    assert stack.large.made("transfer") == []
+
+
+@pytest.mark.parametrize(("model", "tier"), [("small", "small"), ("large", "large"), ("fake-large", "large")])
+async def test_a_model_by_name_answers_itself(stack: Stack, model: str, tier: str) -> None:
+    reply = await stack.chat(model=model)
+    assert (told(reply)["tier"], told(reply)["forced"], told(reply)["path"]) == (tier, True, "prefill")
+    assert len((stack.small if tier == "small" else stack.large).made("chat")) == 1
+
+
+async def test_the_fixed_policy_takes_its_tier() -> None:
+    async with in_process(policy={"name": "fixed", "tier": "large"}) as stack:
+        assert told(await stack.chat())["tier"] == "large"
+        assert told(await stack.chat(kvrelay={"max_tier": "small"}))["tier"] == "small"
+
+
+async def test_max_tier_keeps_the_answer_small(stack: Stack) -> None:
+    stack.small.logprob = -2.0
+    reply = await stack.chat(kvrelay={"max_tier": "small"})
+    assert (told(reply)["tier"], told(reply)["path"]) == ("small", "prefill")
+
+
+async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
+    mapped = await stack.escalate()
+    assert told(mapped)["path"] == "mapped"
+    reply = await stack.escalate(turn_after(MESSAGES, mapped, "And then?"), exact=True)
+    assert told(reply)["path"] == "prefill"
+    assert told(reply)["mapped_tokens"] == 0
+    assert stack.large.made("chat")[-1]["kv_transfer_params"]["require_exact"] is True
+
+
+async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
+    await stack.escalate()
+    before = len(stack.large.caches), len(stack.small.caches)
+    reply = await stack.escalate(no_cache=True)
+    assert told(reply)["path"] == "prefill"
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    stack.small.logprob = -2.0
+    cascaded = await stack.chat(kvrelay={"no_cache": True})
+    assert (told(cascaded)["tier"], told(cascaded)["path"]) == ("large", "prefill")
+    assert (len(stack.large.caches), len(stack.small.caches)) == before
+    assert len(stack.large.made("transfer")) == 1
+
+
+async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
+    reply = await stack.escalate(agreement_probe=16)
+    assert stack.large.made("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16
+    assert (told(reply)["top1_agreement"], told(reply)["full_prefill_ms"]) == (0.875, 50.0)
+
+
+async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack) -> None:
+    first = await stack.escalate()
+    second = turn_after(MESSAGES, first, "And then?")
+    reply = await stack.escalate(second)
+    assert told(reply)["path"] == "mapped"
+    assert text(reply) == right_answer(stack.large, second)
+    assert len(stack.large.made("transfer")) == 1, "its own cache was there"
+    assert len(stack.small.made("prefill")) == 1, "the small model is not asked for what the large one holds"
+
+
+async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
+    first = await stack.chat(model="large")
+    reply = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
+    assert told(reply)["path"] == "exact"
+    assert stack.large.made("transfer") == []
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 600
+
+
+async def test_mapped_tokens_are_no_cached_tokens(stack: Stack) -> None:
+    reply = await stack.escalate()
+    assert told(reply)["mapped_tokens"] > 500
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_long_question_after_a_short_prefix_is_handed_over_all_the_same(stack: Stack) -> None:
+    """The large model's own cache of the system prompt would leave it nearly everything to read."""
+    stack.large.rates = Rates(prefill_tokens_per_s=500.0, map_tokens_per_s=50_000.0)
+    await stack.look()
+    brief = {"role": "system", "content": "Answer from the document."}
+    await stack.chat([brief, {"role": "user", "content": "Hello?"}], model="large")
+    reply = await stack.escalate([brief, {"role": "user", "content": f"{SYSTEM['content']} What is word7?"}])
+    assert told(reply)["path"] == "mapped"
+    assert told(reply)["handoff_tokens"] > 500
+
+
+async def test_a_shared_stable_part_is_found_by_another_conversation(stack: Stack) -> None:
+    await stack.chat(model="large")
+    reply = await stack.chat([SYSTEM, {"role": "user", "content": "Something else?"}], model="large")
+    assert told(reply)["path"] == "exact"
+    assert len(stack.large.made("cached_chat")) == 1
+
+
+async def test_the_client_marks_the_stable_part(stack: Stack) -> None:
+    document = {"type": "text", "text": SYSTEM["content"], "cache_control": {"type": "ephemeral"}}
+    marked = [{"role": "user", "content": [document]}, USER]
+    await stack.chat(marked, model="large")
+    (asked,) = stack.large.made("chat")
+    assert asked["stable_messages"] == 1
+    assert asked["messages"][0] == {"role": "user", "content": SYSTEM["content"]}, "the mark is the gateway's business"
+
+
+async def test_a_small_answer_is_judged_by_its_first_tokens_only(stack: Stack) -> None:
+    """The small model is hung up on as soon as it is judged: the escalation does not wait for the rest."""
+    stack.small.logprob = -2.0
+    await stack.chat()
+    assert stack.small.made("cached_chat")[0]["logprobs"] is True
+
+
+async def test_logprobs_reach_only_the_client_that_asked(stack: Stack) -> None:
+    assert (await stack.chat()).json()["choices"][0]["logprobs"] is None
+    asked = (await stack.chat(logprobs=True)).json()["choices"][0]
+    assert [token["logprob"] for token in asked["logprobs"]["content"]] == [-0.125] * 7
+
+
+async def test_a_tool_call_comes_whole(stack: Stack) -> None:
+    stack.large.tool_call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    reply = await stack.chat(model="large", tools=tools)
+    choice = reply.json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"x": 1}'}
+    assert stack.large.made("chat")[0]["tools"] == tools
+
+
+async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
+    await stack.chat()
+    await stack.chat()
+    assert len(stack.small.made("prefill")) == 1, "the same prompt is not read again"
+    assert stack.metric("prefix_cache_hits_total", tier="small") == 1
+
+
+async def test_an_answer_of_one_tier_alone_in_a_single_tier_set_up() -> None:
+    tiers = [{"name": "small", "model": "fake-small"}]
+    workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
+    async with in_process(tiers=tiers, workers=workers) as stack:
+        assert told(await stack.chat())["tier"] == "small"
+        assert told(await stack.escalate())["tier"] == "small"
