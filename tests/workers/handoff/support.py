@@ -1,0 +1,218 @@
+"""A pair of workers without models: pools, a mapper with random weights, an engine whose native KV is a formula."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mappers.cache import KVCache
+from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
+from mappers.mapper import Mapper, probe_name
+from mappers.rope import Rope
+from tests.workers.pool.support import LAYOUT, SALT, random_kv
+from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
+from workers.engines.compute import Compute
+from workers.handoff import Handoffs, HandoffTarget
+from workers.pool.arena import create_arena, new_epoch
+from workers.pool.blocks import block_bytes
+from workers.pool.entries import CacheEntry
+from workers.pool.pool import Pool
+from workers.pool.tickets import TicketOffice
+from workers.transports import readable_transports
+from workers.transports.readers import Readers
+
+SOURCE_LAYOUT = LAYOUT
+TARGET_LAYOUT = KVLayout(num_layers=4, num_kv_heads=3, head_dim=8, block_tokens=8, dtype="float32")
+SOURCE, TARGET = "51" * 32, "7a" * 32
+CHUNK_TOKENS = 16
+NUM_BLOCKS = 64
+
+
+def card(name: str, fingerprint: str, layout: KVLayout) -> ModelCard:
+    config = {
+        "model_type": "llama",
+        "hidden_size": layout.num_kv_heads * layout.head_dim,
+        "num_attention_heads": layout.num_kv_heads,
+        "num_key_value_heads": layout.num_kv_heads,
+        "num_hidden_layers": layout.num_layers,
+        "head_dim": layout.head_dim,
+        "max_position_embeddings": 512,
+        "vocab_size": 32,
+    }
+    return ModelCard(
+        name=name,
+        fingerprint=fingerprint,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        config=config,
+    )
+
+
+def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> Mapper:
+    """Target layer i from source layers i - 1 and i, keys and values apart."""
+    cards = card("small", source, SOURCE_LAYOUT), card("large", target, TARGET_LAYOUT)
+    last = SOURCE_LAYOUT.num_layers - 1
+    specs, weights = [], {}
+    made = torch.Generator().manual_seed(seed)
+    for layer in range(TARGET_LAYOUT.num_layers):
+        below = (min(max(layer - 1, 0), last - 1), min(max(layer, 1), last))
+        specs.append(
+            LayerSpec(
+                keys=OutputSpec(method="ridge", key_layers=below), values=OutputSpec(method="ridge", value_layers=below)
+            )
+        )
+        for kind in ("keys", "values"):
+            shape = (2 * cards[0].geometry.width, cards[1].geometry.width)
+            weights[f"layers.{layer}.{kind}.weight"] = torch.randn(shape, generator=made) / 4
+            weights[f"layers.{layer}.{kind}.bias"] = torch.randn(shape[1], generator=made)
+    for role, model in zip(("source", "target"), cards, strict=True):
+        weights[probe_name(role)] = Rope.from_config(model.config).probe()
+    manifest = Manifest(
+        source=cards[0],
+        target=cards[1],
+        method="ridge",
+        layers=tuple(specs),
+        precision="float32",
+        calibration=Calibration(name="none", digest=f"{seed:064x}", num_documents=0, num_tokens=0, head=0),
+        created="2026-01-01",
+        tool_version="test",
+        licence="none",
+    )
+    return Mapper(manifest, weights)
+
+
+def native_kv(token_ids: Sequence[int]) -> KVCache:
+    """What the target's engine computes for these tokens."""
+    return random_kv(0, len(token_ids), seed=1000 + sum(token_ids), layout=TARGET_LAYOUT)
+
+
+def make_pool(layout: KVLayout, *, kind: str = "inproc", num_blocks: int = NUM_BLOCKS, **more: Any) -> Pool:
+    budget = num_blocks * block_bytes(layout)
+    return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), **more)
+
+
+@dataclass
+class Pair:
+    """A source worker with its tickets, and the receiving side of a target worker."""
+
+    source: Pool
+    office: TicketOffice
+    target: HandoffTarget
+    compute: Compute
+    handoffs: Handoffs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handoffs = Handoffs(self.target)
+
+    def adjust(self, **changes: Any) -> None:
+        """The same target with other parts."""
+        self.target = replace(self.target, **changes)
+        self.handoffs = Handoffs(self.target)
+
+    def before_steps(self, happen: Callable[[int], None]) -> None:
+        """`happen(i)` is called before the i-th compute step of the target."""
+        count = iter(range(1_000_000))
+
+        async def run_step(step: Callable[[], Any]) -> Any:
+            happen(next(count))
+            return await self.compute.run(step)
+
+        self.adjust(run_step=run_step)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of the target's pool that are taken."""
+        return self.target.pool.stats.used_blocks
+
+    def source_cache(self, num_tokens: int, *, seed: int = 0, ttl_s: float = 600) -> CacheEntry:
+        kv = random_kv(0, num_tokens, seed, self.source.layout)
+        return self.source.store(list(range(seed, seed + num_tokens)), kv, SALT, ttl_s=ttl_s)
+
+    def close(self) -> None:
+        self.compute.close()
+        self.target.readers.close()
+        self.source.close()
+        self.target.pool.close()
+
+
+def make_pair(kind: str = "inproc", **source: Any) -> Pair:
+    compute = Compute(on_start=lambda: torch.set_num_threads(1))
+    pool = make_pool(source.pop("layout", SOURCE_LAYOUT), kind=kind, **source)
+    mapper = random_mapper()
+
+    async def prefill_head(token_ids: Sequence[int]) -> KVCache:
+        return native_kv(token_ids)
+
+    target = HandoffTarget(
+        pool=make_pool(TARGET_LAYOUT),
+        model="large",
+        fingerprint=TARGET,
+        mappers=lambda: [mapper],
+        prefill_head=prefill_head,
+        run_step=compute.run,
+        readers=Readers(),
+        transports=readable_transports(cuda=False),
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    return Pair(pool, TicketOffice(pool, "small", SOURCE), target, compute)
+
+
+def request(entry: CacheEntry, **changes: Any) -> TransferRequest:
+    fields: dict[str, Any] = {
+        "cache_id": entry.cache_id,
+        "source_worker": "small-0",
+        "tenant_salt": SALT,
+        "deadline_ms": 20_000,
+    }
+    return TransferRequest(**fields | changes)
+
+
+class ForgingPeer:
+    """A peer whose tickets are not what they should be: each field in `changes` replaces the ticket's."""
+
+    def __init__(self, office: TicketOffice, **changes: Any):
+        self._office, self._changes = office, changes
+        self.num_released = 0
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        ticket = await self._office.lease(cache_id, request, timeout_s=timeout_s)
+        return ticket.model_copy(update=self._changes)
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        self.num_released += 1
+        await self._office.release(cache_id, lease_id, timeout_s=timeout_s)
+
+
+class FrozenPeer:
+    """A peer that stops answering, from its first call on or once it has given a ticket."""
+
+    def __init__(self, office: TicketOffice, *, after_lease: bool):
+        self._office, self._after_lease = office, after_lease
+        self.num_releasing = 0
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        if self._after_lease:
+            return await self._office.lease(cache_id, request, timeout_s=timeout_s)
+        await asyncio.Event().wait()
+        raise AssertionError("frozen for ever")
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        self.num_releasing += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_releasing -= 1
+
+
+async def until(true: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Wait for something that another thread or task brings about."""
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, f"waited {timeout_s} s in vain: {what}"
+        await asyncio.sleep(0.002)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mappers.cache import KVCache
+from tests.workers.handoff.support import (
+    SOURCE_LAYOUT,
+    TARGET_LAYOUT,
+    Pair,
+    make_pair,
+    native_kv,
+    random_mapper,
+    request,
+    until,
+)
+from tests.workers.pool.support import SALT, random_kv
+from workers.api.errors import CacheMismatch
+from workers.api.schemas import TransferReply
+from workers.digest import token_digest
+from workers.handoff import chunks
+from workers.pool.entries import Span
+
+
+def handed_over(pair: Pair, reply: TransferReply) -> KVCache:
+    with pair.target.pool.hold(reply.cache_id, SALT) as held:
+        return pair.target.pool.gather(held.blocks, 0, held.num_tokens)
+
+
+def offline(num_tokens: int, head: int, source: KVCache) -> KVCache:
+    """The same cache without pools, chunks and blocks."""
+    mapped = random_mapper().map(source.slice(head, num_tokens))
+    return KVCache.concatenate([native_kv(range(head)), mapped]) if head else mapped
+
+
+@pytest.mark.parametrize("kind", ["inproc", "shm"])
+@pytest.mark.parametrize(
+    ("stored", "asked", "head"), [(50, None, 4), (50, 41, 4), (17, 16, 0), (33, 33, 20), (9, 8, 7)]
+)
+async def test_what_arrives_is_the_offline_replay(kind: str, stored: int, asked: int | None, head: int) -> None:
+    pair = make_pair(kind)
+    entry = pair.source_cache(stored)
+    reply = await pair.handoffs.transfer(request(entry, num_tokens=asked, native_head=head), peer=pair.office)
+    num_tokens = asked or stored
+    expected = offline(num_tokens, head, random_kv(0, stored))
+    found = handed_over(pair, reply)
+    assert found.num_tokens == reply.num_tokens == num_tokens
+    for a, b in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
+        # Chunks and whole are multiplied in other orders: a few units in the last place of sums of 32 products.
+        assert (a - b).abs().max() < 1e-5
+    await pair.handoffs.aclose()
+    pair.close()
+
+
+async def test_the_reply_says_what_was_done(pair: Pair) -> None:
+    entry = pair.source_cache(50)
+    reply = await pair.handoffs.transfer(request(entry, num_tokens=40, ttl_s=77), peer=pair.office)
+    cache = pair.target.pool.get(reply.cache_id, SALT)
+    assert reply.digest == cache.digest == token_digest(range(40), SALT)
+    assert reply.provenance == cache.provenance == f"mapped:{reply.mapper}"
+    assert reply.mapper == random_mapper().bundle_id
+    assert reply.epoch == pair.target.pool.epoch
+    assert reply.expires_at == cache.expires_at == pytest.approx(cache.created_at + 77)
+    assert reply.bytes == 36 * SOURCE_LAYOUT.num_layers * 2 * SOURCE_LAYOUT.num_kv_heads * SOURCE_LAYOUT.head_dim * 4
+    parts = (reply.lease_ms, reply.open_ms, reply.head_ms, reply.copy_ms, reply.map_ms, reply.write_ms)
+    assert all(part > 0 for part in parts) and sum(parts) <= reply.total_ms
+
+
+async def test_the_new_cache_is_mapped_and_never_found_as_exact(pair: Pair) -> None:
+    entry = pair.source_cache(48)
+    reply = await pair.handoffs.transfer(request(entry), peer=pair.office)
+    pool = pair.target.pool
+    cache = pool.get(reply.cache_id, SALT)
+    assert cache.mapped == Span(4, 48) and cache.num_exact_tokens == 4
+    assert pool.match_prefix(cache.token_ids, SALT).blocks == ()
+    with pytest.raises(CacheMismatch):
+        pool.get(reply.cache_id, SALT, require_exact=True)
+
+
+async def test_the_lease_is_given_back(pair: Pair) -> None:
+    entry = pair.source_cache(48)
+    await pair.handoffs.transfer(request(entry), peer=pair.office)
+    await until(lambda: pair.source.stats.num_leases == 0, "the lease's end")
+
+
+async def test_the_source_is_pinned_until_the_last_chunk(pair: Pair) -> None:
+    entry = pair.source_cache(48)
+    seen: list[int] = []
+    pair.before_steps(lambda i: seen.append(pair.source.stats.num_leases))
+    await pair.handoffs.transfer(request(entry), peer=pair.office)
+    assert set(seen) == {1}
+
+
+async def test_a_cache_that_is_dropped_while_leased_still_arrives(pair: Pair) -> None:
+    """Only its lease holds it: evicted, expired or deleted caches go on being read rightly."""
+    entry = pair.source_cache(48)
+    pair.before_steps(lambda i: pair.source.drop(entry.cache_id, SALT) if i == 3 else None)
+    reply = await pair.handoffs.transfer(request(entry), peer=pair.office)
+    expected = offline(48, 4, random_kv(0, 48))
+    assert (handed_over(pair, reply).keys[2] - expected.keys[2]).abs().max() < 1e-5
+    await until(lambda: pair.source.stats.free_blocks == pair.source.stats.num_blocks, "the source's blocks")
+
+
+async def test_others_compute_between_the_chunks(pair: Pair) -> None:
+    entry = pair.source_cache(100)
+    order: list[str] = []
+
+    def other(i: int) -> None:
+        order.append("chunk")
+        pair.compute.submit(lambda: order.append("decode"))
+
+    pair.before_steps(other)
+    await pair.handoffs.transfer(request(entry), peer=pair.office)
+    await pair.compute.run(lambda: None)
+    assert order.count("chunk") == 3 + 7  # room, open, head; 100 tokens in chunks of 16
+    assert all(a != b for a, b in zip(order, order[1:], strict=False))
+
+
+async def test_the_sources_pool_is_opened_once() -> None:
+    pair = make_pair("shm")
+    for seed in (0, 500):
+        await pair.handoffs.transfer(request(pair.source_cache(40, seed=seed)), peer=pair.office)
+    name = str(pair.source.export().address["name"])
+    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    assert sum("r--s" in line for line in mappings) == 1
+    assert pair.target.readers.peers == ["small-0"]
+    await pair.handoffs.aclose()
+    pair.close()
+
+
+async def test_a_source_in_half_precision_is_mapped_in_single() -> None:
+    pair = make_pair(layout=SOURCE_LAYOUT.model_copy(update={"dtype": "float16"}))
+    reply = await pair.handoffs.transfer(request(pair.source_cache(40)), peer=pair.office)
+    whole = random_kv(0, 40)
+    half = KVCache(tuple(k.half().float() for k in whole.keys), tuple(v.half().float() for v in whole.values))
+    expected = offline(40, 4, half)
+    found = handed_over(pair, reply)
+    assert found.keys[0].dtype.is_floating_point and TARGET_LAYOUT.dtype == "float32"
+    assert (found.keys[1] - expected.keys[1]).abs().max() < 1e-5
+    await pair.handoffs.aclose()
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "cut"),
+    [
+        (4, 50, [(4, 16), (16, 32), (32, 48), (48, 50)]),
+        (0, 16, [(0, 16)]),
+        (16, 17, [(16, 17)]),
+        (20, 32, [(20, 32)]),
+    ],
+)
+def test_chunks_are_cut_where_blocks_end(begin: int, end: int, cut: list[tuple[int, int]]) -> None:
+    assert chunks(begin, end, 16) == cut
