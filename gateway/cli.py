@@ -40,3 +40,7 @@ def run(argv: Sequence[str], commands: Iterable[EntryPoint]) -> int:
 def _help(commands: Iterable[str]) -> str:
     lines = ["usage: kvrelay COMMAND [ARGUMENT ...]", "", "commands:", *(f"  {name}" for name in sorted(commands))]
     return "\n".join([*lines, "", "kvrelay COMMAND --help tells more of one."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
