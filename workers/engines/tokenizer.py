@@ -68,12 +68,12 @@ class Tokenizer:
             return PromptTokens(token_ids)
         return PromptTokens(token_ids, self._boundary(token_ids, turns[:stable_messages], tools or None))
 
-    def check_ids(self, token_ids: Sequence[int]) -> PromptTokens:
+    def check_ids(self, token_ids: Sequence[int], *, param: str = "token_ids") -> PromptTokens:
         """Token ids as a caller gives them. Raises `InvalidRequest` for one that the model does not have."""
         wrong = next((i for i in token_ids if not 0 <= i < self._vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(
-                f"token id {wrong} does not exist; {self._model} has 0 to {self._vocab_size - 1}", param="token_ids"
+                f"token id {wrong} does not exist; {self._model} has 0 to {self._vocab_size - 1}", param=param
             )
         return PromptTokens(list(token_ids))
 

@@ -22,6 +22,10 @@ CLIENT_CLOSED_REQUEST = 499
 NO_RETRY = (CacheUnusable, BundleUnusable, DeadlineExceeded, InvalidRequest)
 
 
+# Fields whose values are a tenant's own: no error repeats them.
+UNTOLD = frozenset({"tenant_salt", "content", "text", "prompt", "prefix", "arguments", "stop", "body"})
+
+
 class ClientGone(Exception):
     """The client has hung up; nobody reads the reply."""
 
@@ -60,12 +64,17 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def invalid(problem: dict[str, Any]) -> InvalidRequest:
-    """The first thing that pydantic found wrong, by the field's name."""
+    """The first thing that pydantic found wrong, by the field's name, and its value where that is no user's text."""
     where = ".".join(str(part) for part in problem["loc"] if part not in ("body", "path", "query"))
-    message = problem["msg"].removeprefix("Value error, ")
-    value = problem.get("input")
-    got = f", got {value!r}" if isinstance(value, int | float | bool) or (isinstance(value, str) and where) else ""
-    return InvalidRequest(f"{where}: {message}{got}"[:500] if where else f"{message}{got}"[:500], param=where or None)
+    message = problem["msg"].removeprefix("Value error, ") + _got(problem)
+    return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
+
+
+def _got(problem: dict[str, Any]) -> str:
+    value, field = problem.get("input"), problem["loc"][-1]
+    if problem["type"] == "extra_forbidden" or field in UNTOLD or not isinstance(value, str | int | float):
+        return ""
+    return f", got {value!r:.100}"
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -67,7 +67,7 @@ class PromptReader:
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(request.prompt, str):
             return await self._run(partial(self._tokenizer.encode, request.prompt))
-        return await self._run(partial(self._tokenizer.check_ids, request.prompt))
+        return await self._run(partial(self._tokenizer.check_ids, request.prompt, param="prompt"))
 
     def check_length(self, num_prompt: int, num_answer: int) -> None:
         """Raise `ContextLengthExceeded` unless prompt and answer fit together."""

@@ -114,9 +114,11 @@ class Worker:
                 log.exception("sweep_failed")
 
 
-def build_worker(settings: WorkerSettings, secret: str) -> Worker:
+def build_worker(
+    settings: WorkerSettings, secret: str, *, connect: Callable[[str], WorkerClient] | None = None
+) -> Worker:
     """Load the model and the bundles and take the pool's memory. Takes seconds. Raises `SettingsError`, and
-    `KvrelayError` where the pool does not fit."""
+    `KvrelayError` where the pool does not fit. `connect` gives the client of a peer's URL."""
     engine = load_engine(settings)
     bundles = load_bundles(
         settings.bundles,
@@ -127,4 +129,4 @@ def build_worker(settings: WorkerSettings, secret: str) -> Worker:
     reclaim_dead_segments()
     kind = "shm" if settings.device == "cpu" else "cuda_ipc"
     arena = create_arena(kind, engine.model.layout, settings.pool_bytes, worker=settings.id, epoch=new_epoch())
-    return Worker(settings, engine, Pool(arena), bundles, lambda url: WorkerClient(url, secret))
+    return Worker(settings, engine, Pool(arena), bundles, connect or (lambda url: WorkerClient(url, secret)))

@@ -1,0 +1,221 @@
+"""Workers as real processes: start, handoff over shared memory, orderly and disorderly ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mappers
+from mappers.models import run
+from tests.workers.engines import tiny
+from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, chat_request, content, transfer_request
+from workers.api.client import WorkerClient
+from workers.api.errors import CacheNotFound, WorkerUnavailable
+from workers.api.schemas import PrefillRequest
+
+ROOT = Path(__file__).parents[3]
+START_S = 60.0
+TALK = [SYSTEM, QUESTION]
+HEAD, TAIL, NUM = 4, 16, 8
+
+
+class Process:
+    """A worker started by the command that users start it by."""
+
+    def __init__(self, home: Path, worker_id: str, *arguments: str, launcher: tuple[str, ...] = ()):
+        self.ready_file = home / f"{worker_id}.json"
+        self.log = home / f"{worker_id}.log"
+        command = ["-m", "workers", "--config", str(home / "kvrelay.yaml"), "--worker", worker_id, "--port", "0"]
+        environ = os.environ | {"KVRELAY_SECRET_FILE": str(home / "secret"), "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.popen = subprocess.Popen(
+                [*launcher, sys.executable, *command, "--ready-file", str(self.ready_file), *arguments],
+                cwd=ROOT,
+                env=environ,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """What the ready file says, waiting for it."""
+        wait_for(lambda: self.ready_file.exists() or self.popen.poll() is not None, START_S)
+        assert self.ready_file.exists(), self.log.read_text()
+        ready: dict[str, Any] = json.loads(self.ready_file.read_text())
+        return ready
+
+    def client(self) -> WorkerClient:
+        return WorkerClient(self.ready["url"], SECRET)
+
+    def end(self) -> int:
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(30)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"kvrelay-{os.getuid()}-proc-*")}
+
+
+@pytest.fixture
+def home(tmp_path: Path, folder: Path, small_folder: Path, bundle: Path) -> Path:
+    """A configuration of two workers, and the cluster secret."""
+    common = {"num_threads": 1, "pool_bytes": 4 * 2**20, "grace_s": 0.2}
+    workers = [
+        {"id": "proc-small", "tier": "small", "model": str(small_folder)} | common,
+        {"id": "proc-large", "tier": "large", "model": str(folder), "bundles": [str(bundle)]} | common,
+    ]
+    (tmp_path / "kvrelay.yaml").write_text(yaml.safe_dump({"workers": workers, "tiers": {}}))
+    (tmp_path / "secret").write_text(SECRET)
+    return tmp_path
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def begin(worker_id: str, *arguments: str, **options: Any) -> Process:
+        started.append(Process(home, worker_id, *arguments, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()
+
+
+@pytest.fixture
+async def two(start: Callable[..., Process]) -> AsyncIterator[tuple[Process, Process]]:
+    small = start("proc-small")
+    url = await asyncio.to_thread(lambda: small.ready["url"])
+    large = start("proc-large", "--peer", f"proc-small={url}")
+    await asyncio.to_thread(lambda: large.ready)
+    yield small, large
+
+
+async def test_a_handoff_between_two_processes_is_the_replay(
+    two: tuple[Process, Process], folder: Path, small_folder: Path, bundle: Path
+) -> None:
+    small, large = two
+    async with small.client() as source, large.client() as target:
+        assert (await source.info()).pid == small.popen.pid != (await target.info()).pid
+        read = await source.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
+        handed = read.num_tokens - TAIL
+        request = transfer_request(
+            read.cache_id, source_worker="proc-small", num_tokens=handed, native_head=HEAD, deadline_ms=20_000
+        )
+        moved = await target.transfer(request, timeout_s=30)
+        reply = await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30)
+    model = tiny.reference(folder)
+    words = tiny.tokenizer()
+    prompt = words.encode(
+        words.apply_chat_template([m.model_dump() for m in TALK], tokenize=False, add_generation_prompt=True),
+        add_special_tokens=False,
+    )
+    assert len(prompt) == read.num_tokens
+    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, prompt, handed, HEAD)
+    written: list[int] = []
+    for _ in range(NUM):
+        _, hidden = run(model, (prompt + written)[handed:], cache)
+        written.append(int(model.lm_head(hidden[-1]).argmax()))
+    assert content(reply) == words.decode(written, skip_special_tokens=True)
+    assert reply["kv_transfer_params"]["path"] == "mapped"
+
+    # The source dies and comes back: its old caches are gone, and that is told as such.
+    assert await asyncio.to_thread(small.end) == 0
+    async with large.client() as target:
+        with pytest.raises(WorkerUnavailable):
+            await target.transfer(request, timeout_s=30)
+        assert content(await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30))
+    assert await asyncio.to_thread(large.end) == 0
+    assert not segments()
+
+
+async def test_a_worker_ends_in_order(start: Callable[..., Process]) -> None:
+    process = start("proc-small")
+    ready = await asyncio.to_thread(lambda: process.ready)
+    assert ready["pid"] == process.popen.pid and len(segments()) == 1
+    assert f"worker proc-small ready on {ready['url']} with small" in process.log.read_text()
+    async with process.client() as client:
+        assert await client.ready()
+        answering = asyncio.create_task(client.chat(chat_request(TALK, max_tokens=200), timeout_s=60))
+        await asyncio.sleep(0.05)
+        process.popen.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        assert not await client.ready()  # told to go, and still taking calls
+        reply = await answering
+        assert reply["choices"][0]["finish_reason"] in ("length", "stop")
+    assert await asyncio.to_thread(process.popen.wait, 30) == 0
+    assert not segments() and not process.ready_file.exists()
+
+
+async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable[..., Process]) -> None:
+    first = start("proc-small")
+    await asyncio.to_thread(lambda: first.ready)
+    async with first.client() as client:
+        cache = await client.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
+    first.popen.kill()
+    first.popen.wait()
+    first.ready_file.unlink()
+    left = segments()
+    assert len(left) == 1
+    second = start("proc-small")
+    await asyncio.to_thread(lambda: second.ready)
+    assert len(segments()) == 1 and segments() != left
+    async with second.client() as client:
+        assert (await client.info()).epoch != cache.epoch
+        with pytest.raises(CacheNotFound):
+            await client.chat(chat_request(TALK, cache_id=cache.cache_id), timeout_s=30)
+    assert second.end() == 0
+
+
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+
+
+def test_a_worker_dies_with_its_parent(start: Callable[..., Process]) -> None:
+    process = start("proc-small", "--die-with-parent", launcher=(sys.executable, "-c", LAUNCHER))
+    pid = process.ready["pid"]
+    assert pid != process.popen.pid
+    process.popen.kill()
+    process.popen.wait()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30)
+    assert not segments()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "says"),
+    [
+        (("--worker", "nope"), {}, "unknown worker 'nope'.*proc-large, proc-small"),
+        (("--worker", "proc-small", "--config", "/no/such.yaml"), {}, "cannot read /no/such.yaml"),
+        (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": ""}, "KVRELAY_SECRET_FILE"),
+        (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": "/no/such"}, "/no/such"),
+    ],
+)
+def test_settings_that_cannot_be_used_end_it_with_one_line(
+    home: Path, arguments: tuple[str, ...], changes: dict[str, str], says: str
+) -> None:
+    environ = os.environ | {"KVRELAY_SECRET_FILE": str(home / "secret")} | changes
+    command = [sys.executable, "-m", "workers", "--config", str(home / "kvrelay.yaml"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert re.search(says, done.stderr)
