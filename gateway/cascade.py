@@ -61,12 +61,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Read:
-    """The small model's cache of the whole prompt; `found` where it came out of the registry."""
+    """The small model's cache of the whole prompt; `found` in the registry, or just read (then `cached_tokens` of it
+    were there before)."""
 
     worker: Worker
     cache_id: str
     num_tokens: int
     found: Found | None = None
+    cached_tokens: int = 0
 
 
 class Cascade:
@@ -144,7 +146,9 @@ class Cascade:
             return None, await self._open(self.small.pick(), by, judged=True)
         read = await self._read(by)
         try:
-            return read, await self._open(read.worker, by, cache_id=read.cache_id, judged=True)
+            stream = await self._open(read.worker, by, cache_id=read.cache_id, judged=True)
+            self._turn.report.path = "exact" if read.found or read.cached_tokens else "prefill"
+            return read, stream
         except CacheUnusable:
             if read.found is None:
                 raise
@@ -160,9 +164,9 @@ class Cascade:
         with self._turn.upstream("small_prefill"):
             worker = self.small.pick(preferred=nearest.entry.worker if nearest else None)
             reply = await worker.prefill(asks.prefill(self._turn, self._parts.settings.handoff, by), by)
-        self._turn.report.small_prefill_ms = reply.prefill_ms
+        self._turn.report.small_read(reply)
         await self._parts.prefixes.file_prompt(self._turn, self.small.name, worker.id, reply)
-        return Read(worker, reply.cache_id, reply.num_tokens)
+        return Read(worker, reply.cache_id, reply.num_tokens, cached_tokens=reply.cached_tokens)
 
     # 5. and 6.: the target takes over
 
@@ -343,7 +347,7 @@ class Cascade:
         """7. The extended cache, for the turn after; and what the worker told of its work."""
         turn, usage = self._turn, stream.answer.kv
         if usage is not None:
-            turn.report.answered(usage)
+            turn.report.answered(usage, by_small=stream.worker.tier == self.small.name)
             stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
         if turn.stores:
             await self._parts.prefixes.file_answer(turn, stream)

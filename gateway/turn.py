@@ -14,7 +14,7 @@ from gateway.prefix import Chain, num_stable
 from gateway.registry import Entry
 from gateway.schemas import ChatCompletionRequest
 from gateway.tenants import Tenant
-from workers.api.schemas import KVUsage, Message, TransferReply
+from workers.api.schemas import KVUsage, Message, PrefillReply, TransferReply
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ class Report:
     full_prefill_ms: float | None = None
     explained: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        self._small_cached: int | None = None
+
     def decided(self, decision: Decision) -> None:
         self.policy, self.reason, self.forced = decision.policy, decision.reason, decision.forced
 
@@ -83,16 +86,22 @@ class Report:
         self.transfer_ms, self.map_ms, self.copy_ms = transfer_ms, reply.map_ms, reply.copy_ms
         self.bytes, self.handoff_tokens, self.mapper = reply.bytes, reply.num_tokens, reply.mapper
 
-    def answered(self, usage: KVUsage) -> None:
-        """What the answering worker tells at the end. A fallback stays one, whatever it found cached."""
+    def small_read(self, reply: PrefillReply) -> None:
+        self.small_prefill_ms, self._small_cached = reply.prefill_ms, reply.cached_tokens
+
+    def answered(self, usage: KVUsage, *, by_small: bool) -> None:
+        """What the answering worker tells at the end. A fallback stays one, whatever it found cached.
+
+        The small model finds in its cache what it has just read for this very request: that is no hit.
+        """
+        self.prefill_ms, self.mapped_tokens = usage.prefill_ms, usage.mapped_tokens
+        self.top1_agreement, self.full_prefill_ms = usage.top1_agreement, usage.full_prefill_ms
+        if by_small and self._small_cached is not None:
+            self.cached_tokens = self._small_cached
+            return
+        self.cached_tokens = usage.cached_tokens
         if not self.fell_back:
             self.path = usage.path
-        self.prefill_ms, self.mapped_tokens, self.cached_tokens = (
-            usage.prefill_ms,
-            usage.mapped_tokens,
-            usage.cached_tokens,
-        )
-        self.top1_agreement, self.full_prefill_ms = usage.top1_agreement, usage.full_prefill_ms
 
     @property
     def fell_back(self) -> bool:

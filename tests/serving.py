@@ -1,37 +1,52 @@
-"""Serves an ASGI application over real sockets, for what cannot be seen in process: streams, hang-ups, timeouts."""
+"""Serves ASGI applications over real sockets, for what cannot be seen in process: streams, hang-ups, timeouts."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
 
+def free_socket() -> socket.socket:
+    """A listening socket on a free port of the loopback."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def url_of(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 @contextmanager
-def serving(app: ASGIApp, *, lifespan: str = "off") -> Iterator[str]:
-    """The application's URL while it runs in a thread of its own, on a free port of the loopback."""
-    config = uvicorn.Config(app, log_config=None, lifespan=lifespan, ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        _wait_until(lambda: server.started or not thread.is_alive())
-        assert server.started, "the server did not start"
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
+def serving(apps: Mapping[socket.socket, ASGIApp]) -> Iterator[None]:
+    """Serves each application on its socket, all on one event loop in a thread of its own."""
+    servers = {
+        listener: uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1))
+        for listener, app in apps.items()
+    }
+
+    async def serve() -> None:
+        await asyncio.gather(*(server.serve(sockets=[listener]) for listener, server in servers.items()))
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    try:
+        _wait_for(servers.values(), thread)
+        yield
+    finally:
+        for server in servers.values():
             server.should_exit = True
-            thread.join(timeout=10)
-            assert not thread.is_alive(), "the server did not stop"
+        thread.join(timeout=10)
+        assert not thread.is_alive(), "a server did not stop"
 
 
-def _wait_until(done: object, within_s: float = 10.0) -> None:
+def _wait_for(servers: object, thread: threading.Thread, within_s: float = 10.0) -> None:
     until = time.monotonic() + within_s
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < until, "waited in vain"
+    while not all(server.started for server in servers):  # type: ignore[attr-defined]
+        assert thread.is_alive() and time.monotonic() < until, "a server did not start"
         time.sleep(0.005)

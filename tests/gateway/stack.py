@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.settings import from_values
-from tests.serving import serving
+from tests.serving import free_socket, serving, url_of
 from workers.api.fake import FAKE_SECRET, FakeWorker
 from workers.api.schemas import Message
 
@@ -79,22 +80,18 @@ async def in_process(**changes: Any) -> AsyncIterator[Stack]:
             yield Stack(small, large, app, http)
 
 
-@contextmanager
-def live(**changes: Any) -> Iterator[tuple[FakeWorker, FakeWorker, FastAPI, str]]:
-    """The fakes and the gateway, each behind a real socket."""
-    small, large = fakes()
-    with ExitStack() as servers:
-        urls = {worker.name: servers.enter_context(serving(worker)) for worker in (small, large)}
-        workers = {name: {"tier": name.split("-")[0], "url": url} for name, url in urls.items()}
-        app = create_app(from_values(values(**{"workers": workers} | changes)), FAKE_SECRET)
-        yield small, large, app, servers.enter_context(serving(app, lifespan="on"))
-
-
 @asynccontextmanager
 async def live_stack(**changes: Any) -> AsyncIterator[Stack]:
-    with live(**changes) as (small, large, app, url):
-        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield Stack(small, large, app, http, url)
+    """The fakes and the gateway, each behind a real socket."""
+    small, large = fakes()
+    with ExitStack() as sockets:
+        listeners = {worker.name: sockets.enter_context(free_socket()) for worker in (small, large)}
+        gateway = sockets.enter_context(free_socket())
+        workers = {name: {"tier": name.split("-")[0], "url": url_of(one)} for name, one in listeners.items()}
+        app = create_app(from_values(values(**{"workers": workers} | changes)), FAKE_SECRET)
+        sockets.enter_context(serving({listeners["small-0"]: small, listeners["large-0"]: large, gateway: app}))
+        async with httpx.AsyncClient(base_url=url_of(gateway), timeout=30) as http:
+            yield Stack(small, large, app, http, url_of(gateway))
 
 
 def right_answer(worker: FakeWorker, messages: list[dict[str, Any]]) -> str:
@@ -118,8 +115,6 @@ def turn_after(messages: list[dict[str, Any]], reply: httpx.Response, question: 
 
 
 async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
-    import asyncio
-
     until = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < until, "waited in vain"

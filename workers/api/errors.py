@@ -99,7 +99,9 @@ class WorkerUnavailable(KvrelayError):
 
 
 def _tree(base: type[KvrelayError]) -> list[type[KvrelayError]]:
-    return [base, *(leaf for child in base.__subclasses__() for leaf in _tree(child))]
+    """The classes of this module: what callers derive from them for themselves is no word of a worker's."""
+    children = [child for child in base.__subclasses__() if child.__module__ == __name__]
+    return [base, *(leaf for child in children for leaf in _tree(child))]
 
 
 def from_reply(status: int, body: Any, retry_after: str | None = None) -> KvrelayError:

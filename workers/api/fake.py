@@ -385,7 +385,8 @@ class FakeWorker:
                 raise Unauthorized("the cluster secret is missing or wrong")
             reply = await self._until_gone(request, self._with_faults(name, work, body))
         except KvrelayError as error:
-            return _json(error.body(), error.status)
+            retry = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+            return _json(error.body(), error.status, retry)
         return reply if isinstance(reply, Response) else _json(reply)
 
     async def _with_faults(
@@ -470,5 +471,5 @@ def _frame(data: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps({"id": "fake", "object": "chat.completion.chunk"} | data) + b"\n\n"
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")

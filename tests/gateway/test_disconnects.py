@@ -1,0 +1,80 @@
+"""A client that hangs up stops the worker, wherever the request stands; and it is counted by phase."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
+from workers.api.fake import FakeWorker
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with live_stack() as stack:
+        stack.small.logprob = -2.0
+        yield stack
+
+
+async def hang_up_once_called(stack: Stack, worker: FakeWorker, call: str, **fields: Any) -> None:
+    """Sends a request and closes the connection as soon as the worker has got the call."""
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        body = {"model": "auto", "messages": MESSAGES} | fields
+        task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await eventually(lambda: bool(worker.made(call)))
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("worker", "call", "phase"),
+    [
+        ("small", "prefill", "small_prefill"),
+        ("small", "cached_chat", "small_answer"),
+        ("large", "transfer", "transfer"),
+        ("large", "cached_chat", "large_answer"),
+    ],
+)
+async def test_hanging_up_stops_the_call_under_way(
+    stack: Stack, worker: str, call: str, phase: str, stream: bool
+) -> None:
+    called: FakeWorker = getattr(stack, worker)
+    called.delay(call, 30.0)
+    await hang_up_once_called(stack, called, call, stream=stream)
+    await eventually(lambda: called.num_hang_ups == 1)
+    await eventually(lambda: stack.metric("client_disconnects_total", phase=phase) == 1)
+    called.heal()
+    assert text(await stack.chat()) == right_answer(stack.large, MESSAGES), "everything was given back"
+    assert stack.metric("num_requests_running", tier="small") == stack.metric("num_requests_running", tier="large") == 0
+
+
+@pytest.mark.parametrize("call", ["chat", "cached_chat"])
+async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: str) -> None:
+    stack.large.answer = " ".join(["word"] * 500)
+    stack.large.token_s = 0.02
+    fields: dict[str, Any] = {"model": "large"} if call == "chat" else {}
+    body = {"model": "auto", "messages": MESSAGES, "stream": True} | fields
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if "word" in line:
+                    break
+    await eventually(lambda: stack.large.num_hang_ups == 1)
+    await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1)
+    await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+
+
+async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:
+    stack.large.delay("chat", 30.0)
+    for expected in range(1, 7):
+        stack.large.calls.clear()
+        await hang_up_once_called(stack, stack.large, "chat", model="large")
+        await eventually(lambda expected=expected: stack.large.num_hang_ups == expected)  # type: ignore[misc]
+    assert stack.metric("circuit_state", target="large-0") == 0
+    stack.large.heal()
+    assert (await stack.chat(model="large")).status_code == 200

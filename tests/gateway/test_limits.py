@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.deadline import Deadline
+from gateway.errors import RateLimited
+from gateway.limits import Gate, Shares
+from workers.api.errors import DeadlineExceeded, Overloaded
+
+
+async def hold(gate: Gate, release: asyncio.Event, within_s: float = 5.0) -> None:
+    async with gate.place(Deadline.after(within_s)):
+        await release.wait()
+
+
+async def test_so_many_run_so_many_wait_the_rest_is_told_to_come_again() -> None:
+    counts: list[tuple[int, int]] = []
+    gate = Gate("large", max_running=1, max_waiting=1, on_change=lambda *now: counts.append(now))
+    release = asyncio.Event()
+    tasks = [asyncio.create_task(hold(gate, release)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="large") as refused:
+        await hold(gate, release)
+    assert refused.value.retry_after_s is not None
+    release.set()
+    await asyncio.gather(*tasks)
+    assert counts[-1] == (0, 0)
+    assert max(running for running, _ in counts) == 1
+
+
+async def test_nobody_waits_longer_than_its_deadline() -> None:
+    gate = Gate("large", max_running=1, max_waiting=5)
+    release = asyncio.Event()
+    task = asyncio.create_task(hold(gate, release))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await hold(gate, release, within_s=0.02)
+    release.set()
+    await task
+    async with gate.place(Deadline.after(1)):
+        pass  # the one that gave up left no trace
+
+
+async def test_a_place_is_given_back_on_cancellation() -> None:
+    gate = Gate("large", max_running=1, max_waiting=0)
+    task = asyncio.create_task(hold(gate, asyncio.Event()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    async with gate.place(Deadline.after(1)):
+        pass
+
+
+def test_a_tenant_over_its_share_is_told_429() -> None:
+    shares = Shares(1)
+    with shares.one("a"):
+        with shares.one("b"):
+            pass
+        with pytest.raises(RateLimited), shares.one("a"):
+            pass
+    with shares.one("a"):
+        pass
+
+
+async def test_a_deadline_cancels_what_it_bounds() -> None:
+    cancelled = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    with pytest.raises(DeadlineExceeded, match="thinking"):
+        await Deadline.after(0.01).bound("thinking", forever())
+    assert cancelled.is_set()
+
+
+def test_shares_of_a_deadline() -> None:
+    now = 10.0
+    deadline = Deadline(20.0, lambda: now)
+    assert deadline.share(0.25).at == 12.5
+    assert deadline.less(4.0).at == 16.0
+    assert deadline.earlier(deadline.less(1.0)).at == 19.0

@@ -1,0 +1,206 @@
+"""The contract of every registry, by URL scheme; and what a frozen or dead Redis costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from gateway import registry
+from gateway.registry import Entry, Registry
+from gateway.registry.redis import PREFIX, RedisRegistry
+from gateway.settings import RegistrySettings
+from tests.gateway.redis_process import RedisProcess, redis_process
+from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told
+
+Ops = list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def shared_redis(
+    require_tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisProcess]:
+    with redis_process(require_tool("redis-server"), tmp_path_factory.mktemp("redis")) as process:
+        yield process
+
+
+@pytest.fixture
+def own_redis(require_tool: Callable[[str], str], tmp_path: Path) -> Iterator[RedisProcess]:
+    with redis_process(require_tool("redis-server"), tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def ops() -> Ops:
+    return []
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest, ops: Ops) -> AsyncIterator[Registry]:
+    url = "memory://" if request.param == "memory" else request.getfixturevalue("shared_redis").url
+    store = registry.connect(RegistrySettings(url=url), lambda op, result: ops.append((op, result)))
+    yield store
+    await store.aclose()
+
+
+def entry(number: int = 0, *, lives_s: float = 60.0) -> Entry:
+    return Entry(
+        cache_id=f"kvc-{number:032x}",
+        worker="small-0",
+        epoch="e1",
+        tenant="default",
+        num_tokens=100 + number,
+        digest="d" * 64,
+        provenance="exact",
+        expires_at=time.time() + lives_s,
+    )
+
+
+async def test_what_was_put_is_found_in_order(store: Registry) -> None:
+    one, two = entry(1), entry(2)
+    await store.put_many({"order-1": one, "order-2": two})
+    assert await store.get_many(["order-2", "absent", "order-1"]) == [two, None, one]
+
+
+async def test_nothing_is_asked_for(store: Registry) -> None:
+    assert await store.get_many([]) == []
+    await store.put_many({})
+
+
+async def test_a_later_entry_replaces_the_earlier(store: Registry) -> None:
+    await store.put_many({"replace": entry(1)})
+    await store.put_many({"replace": (later := entry(2))})
+    assert await store.get_many(["replace"]) == [later]
+
+
+async def test_an_entry_expires(store: Registry) -> None:
+    await store.put_many({"brief": entry(lives_s=0.15), "past": entry(lives_s=-1.0)})
+    assert (await store.get_many(["brief", "past"]))[1] is None
+    await asyncio.sleep(0.2)
+    assert await store.get_many(["brief"]) == [None]
+
+
+async def test_only_the_very_entry_is_forgotten(store: Registry) -> None:
+    stale, fresh = entry(1), entry(2)
+    await store.put_many({"forget": fresh})
+    await store.forget("forget", stale)
+    assert await store.get_many(["forget"]) == [fresh]
+    await store.forget("forget", fresh)
+    await store.forget("never there", fresh)
+    assert await store.get_many(["forget"]) == [None]
+
+
+async def test_operations_are_told(store: Registry, ops: Ops) -> None:
+    await store.put_many({"told": entry()})
+    await store.get_many(["told"])
+    await store.forget("told", entry())
+    assert ops == [("put", "ok"), ("get", "ok"), ("forget", "ok")]
+
+
+async def test_memory_is_bounded_and_keeps_what_was_used_last() -> None:
+    store = registry.connect(RegistrySettings(max_entries=2), lambda op, result: None)
+    await store.put_many({"a": entry(1), "b": entry(2)})
+    await store.get_many(["a"])
+    await store.put_many({"c": entry(3)})
+    assert [found and found.num_tokens for found in await store.get_many(["a", "b", "c"])] == [101, None, 103]
+
+
+async def test_two_gateways_share_a_redis(shared_redis: RedisProcess) -> None:
+    one, other = (RedisRegistry(shared_redis.url, timeout_s=0.1) for _ in range(2))
+    await one.put_many({"shared": (filed := entry(7))})
+    assert await other.get_many(["shared"]) == [filed]
+    await one.aclose()
+    await other.aclose()
+
+
+async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: Ops) -> None:
+    async with redis.asyncio.from_url(shared_redis.url) as raw:
+        await raw.set(f"{PREFIX}broken", b"{not json")
+        await raw.set(f"{PREFIX}other", b'{"cache_id": "x"}')
+    store = RedisRegistry(shared_redis.url, timeout_s=0.1, on_op=lambda op, result: ops.append((op, result)))
+    assert await store.get_many(["broken", "other"]) == [None, None]
+    assert ("get", "unreadable") in ops
+    await store.aclose()
+
+
+async def test_a_frozen_redis_costs_one_timeout_once(own_redis: RedisProcess, ops: Ops) -> None:
+    store = RedisRegistry(own_redis.url, timeout_s=0.1, on_op=lambda op, result: ops.append((op, result)))
+    await store.put_many({"key": (filed := entry())})
+    own_redis.freeze()
+    started = time.monotonic()
+    assert await store.get_many(["key"]) == [None]
+    assert time.monotonic() - started < 0.3
+    for _ in range(20):
+        await store.get_many(["key"])
+        await store.put_many({"key": entry()})
+    assert time.monotonic() - started < 0.4, "the circuit is open: nobody waits any more"
+    assert ops[1:4] == [("get", "timeout"), ("get", "skipped"), ("put", "skipped")]
+    own_redis.thaw()
+    await eventually_found(store, "key", filed)
+    await store.aclose()
+
+
+async def test_a_dead_redis_is_a_miss_and_comes_back(own_redis: RedisProcess, ops: Ops, tmp_path: Path) -> None:
+    store = RedisRegistry(own_redis.url, timeout_s=0.1, on_op=lambda op, result: ops.append((op, result)))
+    await store.put_many({"key": entry()})
+    own_redis.kill()
+    started = time.monotonic()
+    assert await store.get_many(["key"]) == [None]
+    await store.put_many({"key": entry()})
+    await store.forget("key", entry())
+    assert time.monotonic() - started < 0.3
+    await store.aclose()
+
+
+async def test_a_cancelled_caller_leaves_the_connection_clean(shared_redis: RedisProcess) -> None:
+    """The answer to a cancelled question is never read as the answer to the next one."""
+    store = RedisRegistry(shared_redis.url, timeout_s=0.1)
+    await store.put_many({f"cancel-{number}": entry(number) for number in range(50)})
+    for number in range(50):
+        task = asyncio.create_task(store.get_many([f"cancel-{number}"]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        (found,) = await store.get_many([f"cancel-{(number + 1) % 50}"])
+        assert found is not None
+        assert found.num_tokens == 100 + (number + 1) % 50
+    await store.aclose()
+
+
+async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess) -> None:
+    async with in_process(registry={"url": own_redis.url}) as stack:
+        await stack.chat()
+        assert stack.metric("prefix_cache_hits_total", tier="small") == 0
+        await stack.chat()
+        assert stack.metric("prefix_cache_hits_total", tier="small") == 1
+        own_redis.freeze()
+        started = time.monotonic()
+        reply = await stack.chat()
+        assert time.monotonic() - started < 1.0
+        assert text(reply) == right_answer(stack.small, MESSAGES)
+        assert (await stack.http.get("/livez")).status_code == 200
+        assert (await stack.http.get("/readyz")).status_code == 200
+        assert stack.metric("registry_ops_total", op="get", result="timeout") == 1
+        assert told(await stack.escalate())["path"] == "mapped", "the fast path needs no registry"
+        own_redis.thaw()
+
+
+async def test_a_redis_that_was_never_there_stops_nothing(tmp_path: Path) -> None:
+    async with in_process(registry={"url": "redis://127.0.0.1:9/0"}) as stack:
+        assert text(await stack.chat()) == right_answer(stack.small, MESSAGES)
+
+
+async def eventually_found(store: Registry, key: str, expected: Entry) -> None:
+    found: list[Entry | None] = []
+
+    async def look() -> None:
+        while found[-1:] != [expected]:
+            found.extend(await store.get_many([key]))
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(look(), 8)
+

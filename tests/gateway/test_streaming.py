@@ -1,0 +1,179 @@
+"""Streams over real sockets: frames, what is held back, errors before and after the first content."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, told
+from workers.api.errors import Overloaded, TransferFailed, WorkerUnavailable
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with live_stack() as stack:
+        yield stack
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "auto", "messages": MESSAGES, "stream": True} | fields
+
+
+async def streamed(stack: Stack, **fields: Any) -> tuple[httpx.Response, list[str]]:
+    """The reply and its frames, comments left out."""
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body(**fields)) as reply:
+        lines = [line async for line in reply.aiter_lines()]
+    return reply, [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def chunks(frames: list[str]) -> list[dict[str, Any]]:
+    return [orjson.loads(frame) for frame in frames if frame != "[DONE]"]
+
+
+def joined(frames: list[str]) -> str:
+    deltas = [choice["delta"] for chunk in chunks(frames) for choice in chunk.get("choices", [])]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+async def test_a_judged_answer_comes_as_a_stream(stack: Stack, unsure: bool) -> None:
+    stack.small.logprob = -2.0 if unsure else -0.1
+    reply, frames = await streamed(stack)
+    answering = stack.large if unsure else stack.small
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["x-kvrelay-model"] == answering.model
+    assert reply.headers["x-kvrelay-path"] == ("mapped" if unsure else "prefill")
+    assert joined(frames) == right_answer(answering, MESSAGES)
+    assert frames[-1] == "[DONE]"
+    first, last = chunks(frames)[0], chunks(frames)[-1]
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert (last["kvrelay"]["tier"], last["kvrelay"]["path"]) == (answering.name[:5], "mapped" if unsure else "prefill")
+    assert {chunk["model"] for chunk in chunks(frames)} == {answering.model}
+    assert len({chunk["id"] for chunk in chunks(frames)}) == 1
+    assert all(choice["logprobs"] is None for chunk in chunks(frames) for choice in chunk["choices"])
+
+
+async def test_usage_comes_only_when_asked_for_and_last(stack: Stack) -> None:
+    _, frames = await streamed(stack)
+    assert not any("usage" in chunk for chunk in chunks(frames))
+    _, frames = await streamed(stack, stream_options={"include_usage": True})
+    last = chunks(frames)[-1]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 7
+    assert "kvrelay" in last
+    assert "kvrelay" not in chunks(frames)[-2]
+
+
+async def test_no_more_than_the_judged_tokens_are_held_back(stack: Stack) -> None:
+    """An accepted answer flows on as the small model writes it."""
+    stack.small.token_s = 0.15  # 7 words, about a second; 3 are judged
+    started = time.monotonic()
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body()) as reply:
+        first_at = None
+        async for line in reply.aiter_lines():
+            first_at = first_at or time.monotonic() - started
+            assert line is not None
+    assert first_at is not None
+    assert time.monotonic() - started - first_at > 0.3
+
+
+async def test_a_rejected_small_answer_is_hung_up_on(stack: Stack) -> None:
+    stack.small.logprob = -2.0
+    stack.small.token_s = 0.1
+    _, frames = await streamed(stack)
+    assert joined(frames) == right_answer(stack.large, MESSAGES)
+    await eventually(lambda: stack.small.num_hang_ups == 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Overloaded("full", retry_after_s=7), 503, "overloaded"),
+        (WorkerUnavailable("gone"), 502, "upstream_error"),
+    ],
+)
+async def test_an_early_failure_is_a_real_status(stack: Stack, error: Exception, status: int, code: str) -> None:
+    stack.large.fail("chat", error)  # type: ignore[arg-type]
+    reply = await stack.http.post("/v1/chat/completions", json=body(model="large"))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    assert reply.headers.get("retry-after") == ("7" if status == 503 else None)
+
+
+@pytest.mark.parametrize("how", ["break_after", "cut_after"])
+async def test_after_content_an_error_is_one_frame_and_the_end(stack: Stack, how: str) -> None:
+    setattr(stack.large, how, 3)
+    reply, frames = await streamed(stack, model="large")
+    assert reply.status_code == 200
+    assert orjson.loads(frames[-1])["error"]["code"] == "upstream_error"
+    assert "[DONE]" not in frames
+    assert joined(frames[:-1]) == " ".join(right_answer(stack.large, MESSAGES).split()[:3])
+    assert stack.large.made("chat") and len(stack.large.calls) - len(stack.large.made("info")) < 10
+
+
+async def test_a_broken_answer_is_an_error_where_nothing_was_sent_yet(stack: Stack) -> None:
+    stack.large.break_after = 3
+    assert (await stack.chat(model="large")).status_code == 502
+
+
+async def test_a_small_answer_that_breaks_before_it_is_judged_falls_back(stack: Stack) -> None:
+    stack.small.cut_after = 2
+    reply, frames = await streamed(stack)
+    assert reply.headers["x-kvrelay-path"] == "fallback:small_worker_unavailable"
+    assert joined(frames) == right_answer(stack.large, MESSAGES)
+
+
+async def test_another_models_text_is_never_spliced_in(stack: Stack) -> None:
+    stack.small.cut_after = 5  # judged and begun, then gone
+    _, frames = await streamed(stack)
+    assert "error" in orjson.loads(frames[-1])
+    assert stack.large.made("chat") == []
+
+
+async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) -> None:
+    stack.large.fail("transfer", TransferFailed("gone"))
+    reply, frames = await streamed(stack, kvrelay={"policy": "always_escalate"})
+    assert reply.headers["x-kvrelay-path"] == "fallback:transfer_failed"
+    assert chunks(frames)[-1]["kvrelay"]["path"] == "fallback:transfer_failed"
+
+
+async def test_a_quiet_stream_is_kept_alive() -> None:
+    async with live_stack(deadlines={"request_s": 10.0, "keep_alive_s": 0.05}) as stack:
+        stack.large.token_s = 0.2
+        async with stack.http.stream("POST", "/v1/chat/completions", json=body(model="large")) as reply:
+            lines = [line async for line in reply.aiter_lines()]
+    assert lines.count(": keep-alive") >= 3
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+async def test_a_stream_ends_at_its_deadline() -> None:
+    async with live_stack(deadlines={"request_s": 0.6, "decode_reserve_s": 0.0}) as stack:
+        stack.large.token_s = 0.15
+        started = time.monotonic()
+        _, frames = await streamed(stack, model="large")
+        assert time.monotonic() - started < 2.0
+        assert orjson.loads(frames[-1])["error"]["code"] == "deadline_exceeded"
+
+
+async def test_a_frozen_worker_is_a_504_in_time() -> None:
+    async with live_stack(deadlines={"request_s": 0.5, "decode_reserve_s": 0.0}) as stack:
+        stack.large.is_frozen = True
+        started = time.monotonic()
+        reply = await stack.chat(model="large")
+        assert time.monotonic() - started < 2.0
+        assert (reply.status_code, reply.json()["error"]["type"]) == (504, "upstream_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        stack.large.is_frozen = False
+
+
+async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> None:
+    _, frames = await streamed(stack, kvrelay={"policy": "always_escalate"})
+    answer = {"role": "assistant", "content": joined(frames)}
+    reply = await stack.escalate([*MESSAGES, answer, {"role": "user", "content": "And then?"}])
+    assert told(reply)["path"] == "mapped"
+    assert len(stack.large.made("transfer")) == 1
