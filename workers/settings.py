@@ -1,8 +1,8 @@
 """The `workers:` part of kvrelay.yaml, and the cluster secret.
 
     workers:
-      - {id: small-0, tier: small, model: models/smol-small, url: "http://127.0.0.1:8101"}
-      - {id: large-0, tier: large, model: models/smol-large, url: "http://127.0.0.1:8102", bundles: [bundles/smol]}
+      small-0: {tier: small, model: models/smol-small, url: "http://127.0.0.1:8101"}
+      large-0: {tier: large, model: models/smol-large, url: "http://127.0.0.1:8102", bundles: [bundles/smol]}
 
 Relative paths are taken from the file's own folder. Reading settings loads no model and imports no torch.
 """
@@ -95,8 +95,15 @@ class _ConfigFile(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    workers: list[WorkerSettings] = Field(min_length=1)
+    workers: dict[WorkerId, WorkerSettings] = Field(min_length=1)
     bundles: list[str] = []
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _named_by_their_keys(cls, workers: Any) -> Any:
+        if not isinstance(workers, dict):
+            return workers
+        return {key: {"id": key} | values if isinstance(values, dict) else values for key, values in workers.items()}
 
 
 def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None = None) -> WorkerSettings:
@@ -105,11 +112,10 @@ def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None
     Raises `SettingsError` for a file that is missing or wrong, and for an id that it does not hold.
     """
     config = _parse(path)
-    by_id = {worker.id: worker for worker in config.workers}
-    if worker_id not in by_id:
-        raise SettingsError(f"unknown worker {worker_id!r}; {path} has: {', '.join(sorted(by_id))}")
-    worker = by_id[worker_id]
-    known = {other.id: other.url for other in config.workers if other.url and other.id != worker_id}
+    worker = config.workers.get(worker_id)
+    if worker is None:
+        raise SettingsError(f"unknown worker {worker_id!r}; {path} has: {', '.join(sorted(config.workers))}")
+    known = {other.id: other.url for other in config.workers.values() if other.url and other.id != worker_id}
     folder = path.resolve().parent
     changes = {
         "peers": known | worker.peers | dict(peers or {}),

@@ -79,10 +79,10 @@ def segments() -> set[str]:
 def home(tmp_path: Path, folder: Path, small_folder: Path, bundle: Path) -> Path:
     """A configuration of two workers, and the cluster secret."""
     common = {"num_threads": 1, "pool_bytes": 4 * 2**20, "grace_s": 0.2}
-    workers = [
-        {"id": "proc-small", "tier": "small", "model": str(small_folder)} | common,
-        {"id": "proc-large", "tier": "large", "model": str(folder), "bundles": [str(bundle)]} | common,
-    ]
+    workers = {
+        "proc-small": {"tier": "small", "model": str(small_folder)} | common,
+        "proc-large": {"tier": "large", "model": str(folder), "bundles": [str(bundle)]} | common,
+    }
     (tmp_path / "kvrelay.yaml").write_text(yaml.safe_dump({"workers": workers, "tiers": {}}))
     (tmp_path / "secret").write_text(SECRET)
     return tmp_path
