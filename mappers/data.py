@@ -100,9 +100,16 @@ def _conversation(item: Mapping[str, Any]) -> Conversation | None:
     turns = item.get("messages") or item.get("conversations")
     if not isinstance(turns, list):
         return None
-    pairs = [(ROLES.get(t.get("role") or t.get("from")), t.get("content") or t.get("value")) for t in turns]
-    talk = [{"role": role, "content": text} for role, text in pairs if role and isinstance(text, str) and text.strip()]
+    talk = [message for turn in turns if isinstance(turn, dict) and (message := _message(turn))]
     return talk if len(talk) >= 2 else None
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, str] | None:
+    role, text = ROLES.get(str(turn.get("role") or turn.get("from"))), turn.get("content") or turn.get("value")
+    if role is None or not isinstance(text, str) or not text.strip():
+        return None
+    # Half a surrogate pair is legal JSON, but no text: nothing can encode it.
+    return {"role": role, "content": text.encode("utf-8", "replace").decode("utf-8")}
 
 
 def _passages(text: str) -> Iterator[Conversation]:

@@ -20,13 +20,14 @@ class Ridge(Method):
         weight = (X'X + ridge * mean(diag X'X) * I)^-1 X'Y,    bias = mean(y) - mean(x) weight
 
     solved by Cholesky in float64 after scaling the Gram to a unit diagonal. The penalty is relative, because an
-    absolute one means something else for every number of tokens. Of several, the best on held-out moments is taken.
+    absolute one means something else for every number of tokens. Of several, the best on held-out moments is taken;
+    without any, the middle one.
     Fewer than `tokens_per_feature` tokens a feature are refused: they overfit silently.
     """
 
     name = "ridge"
 
-    def __init__(self, ridges: Sequence[float] = (1e-4, 1e-3, 1e-2), tokens_per_feature: float = 4.0):
+    def __init__(self, ridges: Sequence[float] = (1e-4, 1e-3, 1e-2, 1e-1), tokens_per_feature: float = 4.0):
         self.ridges = tuple(ridges)
         self.tokens_per_feature = tokens_per_feature
 

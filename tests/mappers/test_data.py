@@ -38,6 +38,20 @@ def test_messages_without_text_and_unknown_roles_are_left_out(tmp_path: Path) ->
     assert read_conversations(path) == [TALK]
 
 
+def test_turns_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    turns = [*TALK, "w1", None, {"role": ["user"], "content": "w1"}, {"role": "user", "content": 5}]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + json.dumps({"messages": "w1 w2"}))
+    assert read_conversations(path) == [TALK]
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": [TALK[0] | {"content": "w1 \ud83d"}, TALK[1]]}))
+    ((first, _),) = read_conversations(path)
+    assert first["content"] == "w1 ?" and split_of([first])
+
+
 def test_plain_text_is_cut_into_passages_that_lose_nothing(tmp_path: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(4000))
     (tmp_path / "book.txt").write_text(text)

@@ -1,0 +1,37 @@
+"""The same on a CUDA device as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mappers import KVCache, Mapper, Protocol, evaluate, fit, load, save
+from mappers.models import load_model
+from tests.mappers.pairs import largest_difference, random_cache, random_documents
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def moved(cache: KVCache, device: str) -> KVCache:
+    return KVCache(tuple(k.to(device) for k in cache.keys), tuple(v.to(device) for v in cache.values), cache.start)
+
+
+def test_a_map_on_the_gpu_is_that_on_the_cpu(sibling_mapper: Mapper, tmp_path: Path) -> None:
+    save(sibling_mapper, tmp_path / "bundle")
+    cache = random_cache(3, 200, start=11)
+    mapped = load(tmp_path / "bundle", device="cuda").map(moved(cache, "cuda"))
+    assert mapped.keys[0].is_cuda and mapped.values[3].is_cuda
+    assert largest_difference(moved(mapped, "cpu"), sibling_mapper.map(cache)) < 1e-3
+
+
+def test_a_fit_on_the_gpu_is_as_good(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    mapper = fit(folders["twin"], folders["large"], documents, device="cuda", ridges=(1e-9,), precision="float32")
+    models = load_model(folders["twin"], "cuda"), load_model(folders["large"], "cuda")
+    protocol = Protocol(lengths=(40,), num_documents=2, head=4, tail=8, scored=16)
+    found = evaluate(mapper, *models, random_documents(2, 60, seed=3), protocol).arm("hybrid")
+    assert found is not None and found.kl_mean < 0.02
