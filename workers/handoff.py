@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 CHUNK_TOKENS = 512
 MAX_HANDOFFS = 16
-LEASE_MARGIN_S = 1.0  # a lease outlives the handoff's deadline by this much: the clocks of two processes differ
+LEASE_MARGIN_S = 5.0  # a lease outlives the first caller's deadline by this much; a more patient one may join
 MAX_LEASE_S = 600.0
 RELEASE_TIMEOUT_S = 1.0
 

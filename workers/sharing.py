@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
-from workers.api.errors import DeadlineExceeded, Overloaded
+from workers.api.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
 
 R = TypeVar("R")
 
@@ -46,7 +46,8 @@ class SharedWork(Generic[R]):
 
     async def run(self, key: Hashable, deadline: float, work: Callable[[Job[R]], Awaitable[R]]) -> R:
         """The result of the work of that key, started now or under way already. `DeadlineExceeded` at `deadline`,
-        `Overloaded` when too much else is under way; what the work raises, all its callers get."""
+        `Overloaded` when too much else is under way, `WorkerUnavailable` on `aclose`; what the work raises, all its
+        callers get."""
         job = self._jobs.get(key) or self._start(key, deadline, work)
         assert job.task is not None, "a job is listed once it has started"
         job.deadline = max(job.deadline, deadline)
@@ -56,6 +57,10 @@ class SharedWork(Generic[R]):
                 return await asyncio.shield(job.task)
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed before the work was done") from error
+        except asyncio.CancelledError as error:
+            if job.task.cancelled() and not _being_cancelled():
+                raise WorkerUnavailable("the worker is stopping") from error
+            raise
         finally:
             job.num_callers -= 1
             if not job.num_callers:
@@ -90,3 +95,9 @@ class SharedWork(Generic[R]):
     def _unlist(self, key: Hashable, job: Job[R]) -> None:
         if self._jobs.get(key) is job:
             del self._jobs[key]
+
+
+def _being_cancelled() -> bool:
+    """Whether it is the running task itself that is to stop."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

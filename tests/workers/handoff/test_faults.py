@@ -462,7 +462,7 @@ async def test_closing_stops_what_runs(pair: Pair) -> None:
     task = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.office))
     await reached.wait()
     await pair.handoffs.aclose()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(WorkerUnavailable, match="the worker is stopping"):
         await task
     await nothing_left(pair)
 

@@ -34,6 +34,10 @@ def offline(num_tokens: int, head: int, source: KVCache) -> KVCache:
     return KVCache.concatenate([native_kv(range(head)), mapped]) if head else mapped
 
 
+def num_mappings(name: str, mode: str) -> int:
+    return sum(name in line and mode in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 @pytest.mark.parametrize("kind", ["inproc", "shm"])
 @pytest.mark.parametrize(
     ("stored", "asked", "head"), [(50, None, 4), (50, 41, 4), (17, 16, 0), (33, 33, 20), (9, 8, 7)]
@@ -121,9 +125,7 @@ async def test_the_sources_pool_is_opened_once() -> None:
     pair = make_pair("shm")
     for seed in (0, 500):
         await pair.handoffs.transfer(request(pair.source_cache(40, seed=seed)), peer=pair.office)
-    name = str(pair.source.export().address["name"])
-    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
-    assert sum("r--s" in line for line in mappings) == 1
+    assert num_mappings(str(pair.source.export().address["name"]), "r--s") == 1
     assert pair.target.readers.peers == ["small-0"]
     await pair.handoffs.aclose()
     pair.close()

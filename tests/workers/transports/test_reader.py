@@ -52,6 +52,15 @@ def test_a_write_that_began_during_the_copy_makes_it_stale(arena: Arena) -> None
         reader.read([0, 1], [2, 2], 0, 8)
 
 
+@pytest.mark.parametrize("generation", [0, 1, 3, 4])
+def test_what_is_stale_beforehand_is_not_even_copied(arena: Arena, generation: int) -> None:
+    copied: list[bool] = []
+    reader = InterruptedReader(arena, lambda: copied.append(True))
+    with pytest.raises(CacheStale):
+        reader.read([0, 1], [2, generation], 0, 8)
+    assert not copied
+
+
 def test_other_blocks_may_be_written_meanwhile(arena: Arena) -> None:
     for begin, end, block in ((0, 8, 2), (0, 4, 1), (4, 8, 0)):
         generations = arena.generations_of([0, 1])
