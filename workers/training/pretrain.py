@@ -1,6 +1,6 @@
 """Train the two models of the `tiny` family from scratch, apart from each other, on public-domain text.
 
-    python -m workers.training.pretrain --model small --out FOLDER --minutes 15
+    python -m workers.training.pretrain --model small --out FOLDER --tokens 1800000
 
 They share a tokenizer and nothing else: other depth, other width, other seed. A quarter of the conversations get a
 fact near their start and a question for it at their end, so that both learn to read a fact from their cache: that is
@@ -110,9 +110,8 @@ def rate_at(progress: float) -> float:
 
 
 def train(
-    name: str, tokenizer: PreTrainedTokenizerFast, talks: Sequence[Conversation], minutes: float
+    name: str, tokenizer: PreTrainedTokenizerFast, talks: Sequence[Conversation], num_tokens: int
 ) -> LlamaForCausalLM:
-    """Train for a fixed time, so that the run ends when it was said to."""
     model = new_model(name)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
@@ -120,11 +119,10 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95))
     started, seen = time.monotonic(), 0
     for step, batch in enumerate(batches(token_stream(name, tokenizer, talks), seed=SEEDS[name])):
-        progress = (time.monotonic() - started) / (60 * minutes)
-        if progress >= 1:
+        if seen >= num_tokens:
             break
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(progress)
+            group["lr"] = rate_at(seen / num_tokens)
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
@@ -133,7 +131,7 @@ def train(
         seen += batch.numel()
         if step % 20 == 0:
             elapsed = time.monotonic() - started
-            say(f"{name}: {progress:4.0%}  {seen} tokens  loss {loss.item():.3f}  {seen / elapsed:.0f} tokens/s")
+            say(f"{name}: {seen}/{num_tokens} tokens  loss {loss.item():.3f}  {seen / elapsed:.0f} tokens/s")
     return model
 
 
@@ -146,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.training.pretrain", description=__doc__)
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the trained model, made if absent")
-    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--tokens", type=int, default=1_800_000, help="tokens to train on (default %(default)s)")
     parser.add_argument("--tokenizer", type=Path, help="folder of the other model, whose tokenizer to share")
     options = parser.parse_args(argv)
     talks = [talk for talk in classics() if split_of(talk) in ("heal", "calibrate")]
@@ -154,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
         tokenizer = train_tokenizer(turn["content"] for talk in talks for turn in talk)
-    model = train(options.model, tokenizer, talks, options.minutes)
+    model = train(options.model, tokenizer, talks, options.tokens)
     model.half().save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     return 0
