@@ -19,7 +19,6 @@ from gateway.settings import ServerSettings, Settings, load, read_secret
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after an orderly end, 2 for a configuration that cannot be used."""
     asked = _arguments().parse_args(argv)
-    _log_to_stderr()
     try:
         if asked.die_with_parent:
             server.die_with_parent()
@@ -29,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         sys.stderr.write(f"gateway: {error.message}\n")
         return 2
+    _log_to_stderr()
     with listener:
         server.Server(app, settings, asked.ready_file).run(sockets=[listener])
     return 0

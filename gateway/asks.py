@@ -56,6 +56,7 @@ def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged:
         kv_transfer_params=KVTransferParams(
             cache_id=cache_id,
             require_exact=asked.kvrelay.exact,
+            reuse=turn.stores,
             store=turn.stores,
             ttl_s=settings.ttl_s,
             agreement_probe=asked.kvrelay.agreement_probe if cache_id and not judged else 0,

@@ -1,17 +1,18 @@
 """What the gateway itself refuses, and how any error is told to an OpenAI client.
 
     KvrelayError                (workers.api.errors; what workers raise lies there too)
+    ├── InvalidRequest           400  and, below it, ModelNotFound 404 and RequestTooLarge 413: shared with workers
     ├── SettingsError                 at start: the configuration names a key and what it allows
     ├── AuthenticationFailed     401  no API key, or an unknown one
-    ├── ModelNotFound            404
     ├── NotFound                 404  no such route
     ├── MethodNotAllowed         405
     ├── RequestTimeout           408  the body did not arrive in time
-    ├── RequestTooLarge          413
     ├── HeadersTooLarge          431
     ├── RateLimited              429  the tenant has too much in flight
     ├── NoUsableWorker           503  every worker of the tier is down, or its circuit is open
     ├── CircuitOpen              503  this worker's circuit is open
+    ├── InternalError            500  a bug of ours; the log knows more
+    ├── UpstreamError            502  a worker failed, and there was no other way to answer
     └── ClientDisconnected       499  in logs and metrics only
 """
 
@@ -37,10 +38,6 @@ class AuthenticationFailed(GatewayError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
 
 
-class ModelNotFound(GatewayError):
-    status, type, code = 404, "invalid_request_error", "model_not_found"
-
-
 class NotFound(GatewayError):
     status, type, code = 404, "invalid_request_error", "not_found"
 
@@ -51,10 +48,6 @@ class MethodNotAllowed(GatewayError):
 
 class RequestTimeout(GatewayError):
     status, type, code = 408, "invalid_request_error", "request_timeout"
-
-
-class RequestTooLarge(GatewayError):
-    status, type, code = 413, "invalid_request_error", "request_too_large"
 
 
 class HeadersTooLarge(GatewayError):
@@ -77,8 +70,12 @@ class ClientDisconnected(GatewayError):
     status, type, code = 499, "client_disconnected", "client_disconnected"
 
 
+class InternalError(GatewayError):
+    status, type, code = 500, "internal_error", "internal_error"
+
+
 class UpstreamError(GatewayError):
-    """A worker failed, and there was no other way to answer. Its own words stay in the log: they name addresses."""
+    """The worker's own words stay in the log: they name addresses."""
 
     status, type, code = 502, "upstream_error", "upstream_error"
 

@@ -11,12 +11,13 @@ import httpx
 import structlog
 
 from gateway.breaker import Breaker
-from gateway.errors import ModelNotFound, NoUsableWorker
+from gateway.errors import NoUsableWorker
 from gateway.limits import Gate
 from gateway.metrics import OTHER, Metrics
 from gateway.settings import AUTO, Settings, TierSettings
 from gateway.worker import Worker
 from workers.api.client import WorkerClient
+from workers.api.errors import ModelNotFound
 
 log = structlog.get_logger()
 

@@ -11,10 +11,10 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import HeadersTooLarge, RequestTooLarge, reply_headers
+from gateway.errors import HeadersTooLarge, reply_headers
 from gateway.metrics import Metrics
 from gateway.settings import Limits
-from workers.api.errors import KvrelayError
+from workers.api.errors import KvrelayError, RequestTooLarge
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")

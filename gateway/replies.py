@@ -62,7 +62,7 @@ async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenera
             if head is None:
                 raise
             log.info("stream_broke_off", request_id=turn.id, error=repr(error))
-            yield sse(errors.body(error if isinstance(error, KvrelayError) else KvrelayError("internal error")))
+            yield sse(errors.body(error if isinstance(error, KvrelayError) else errors.InternalError("internal error")))
             return
     for last in _last(turn, finish, ending.usage):
         yield sse((head or {}) | last)

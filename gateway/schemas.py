@@ -11,10 +11,9 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from gateway.errors import RequestTooLarge
 from gateway.prefix import plain
 from gateway.settings import Limits
-from workers.api.errors import InvalidRequest
+from workers.api.errors import InvalidRequest, RequestTooLarge
 from workers.api.schemas import Message, StreamOptions
 
 MAX_DEPTH = 64
@@ -122,14 +121,19 @@ def parse_chat(raw: bytes, limits: Limits) -> ChatCompletionRequest:
 
 
 def invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    """The first thing wrong, in one line: where, what, and the value."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+    """The most specific thing wrong, in one line: where, what, and the value."""
+    problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    where = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return InvalidRequest(f"unknown field {where!r}; known: {', '.join(model.model_fields)}", param=where)
-    if first["type"] == "missing":
+    if problem["type"] == "missing":
         return InvalidRequest(f"{where}: this field is required", param=where)
-    return InvalidRequest(f"{where}: {first['msg']}; got {_shown(first['input'])}", param=where)
+    return InvalidRequest(f"{where}: {problem['msg']}; got {_shown(problem['input'])}", param=where)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Where a value may be of several types, pydantic puts the type into the path."""
+    return part == "str" or "[" in str(part)
 
 
 def _shown(value: Any) -> str:

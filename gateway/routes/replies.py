@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.errors import MethodNotAllowed, NotFound
+from gateway.errors import InternalError, MethodNotAllowed, NotFound
 from workers.api.errors import KvrelayError
 
 log = structlog.get_logger()
@@ -53,4 +53,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("internal_error", request_id=request.state.request_id, error=repr(error))
-    return error_reply(KvrelayError("internal error"))
+    return error_reply(InternalError("internal error"))

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from gateway.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of
-from gateway.errors import CircuitOpen, ModelNotFound, RateLimited
+from gateway.errors import CircuitOpen, RateLimited
 from workers.api.errors import (
     CacheNotFound,
     DeadlineExceeded,
     InvalidRequest,
     KvrelayError,
+    ModelNotFound,
     Overloaded,
     TransferFailed,
     WorkerUnavailable,

@@ -61,6 +61,7 @@ T = TypeVar("T")
 
 FAKE_SECRET = "fake-cluster-secret-0123456789abcdef"
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+MS_PER_TOKEN = 1.0  # what it claims to take for reading
 BYTES_PER_TOKEN = LAYOUT.num_layers * 2 * LAYOUT.num_kv_heads * LAYOUT.head_dim * 4
 
 
@@ -211,7 +212,8 @@ class FakeWorker:
         self._check_length(tokens)
         known = self._longest_exact(tokens, asked.tenant_salt)
         cache = self._store(tokens, asked.tenant_salt, "exact", 0, asked.ttl_s)
-        reply = PrefillReply(cached_tokens=known, prefill_ms=1.0, **self._told(cache))
+        took_ms = (len(tokens) - known) * MS_PER_TOKEN
+        reply = PrefillReply(cached_tokens=known, prefill_ms=took_ms, **self._told(cache))
         return reply.model_dump()
 
     async def _transfer(self, request: Request) -> Response:
@@ -263,8 +265,8 @@ class FakeWorker:
         """What of the prompt stands in a cache, and what the answer's own cache will be."""
         params = asked.kv_transfer_params or KVTransferParams()
         if params.cache_id is None:
-            known = self._longest_exact(tokens, asked.tenant_salt) if params.store else 0
-            usage = KVUsage(epoch=self.epoch, path="prefill", prefill_ms=5.0)
+            known = self._longest_exact(tokens, asked.tenant_salt) if params.reuse else 0
+            usage = KVUsage(epoch=self.epoch, path="prefill", prefill_ms=(len(tokens) - known) * MS_PER_TOKEN)
             return usage.model_copy(update={"path": "exact", "cached_tokens": known} if known else {}), "exact"
         cache = self.find(params.cache_id, asked.tenant_salt)
         shared = common(cache.tokens, tokens)
@@ -279,7 +281,7 @@ class FakeWorker:
             cached_tokens=0 if mapped else shared,
             mapped_tokens=mapped,
             provenance=cache.provenance,
-            prefill_ms=1.0,
+            prefill_ms=(len(tokens) - shared) * MS_PER_TOKEN,
             top1_agreement=0.875 if params.agreement_probe else None,
             full_prefill_ms=50.0 if params.agreement_probe else None,
         )

@@ -1,0 +1,198 @@
+"""Bad input gets the OpenAI error shape, with the value and what is allowed; and it harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.stack import LONG, MESSAGES, Stack, in_process
+from workers.api.errors import InvalidRequest, Overloaded
+
+
+def error_of(reply: httpx.Response) -> dict[str, Any]:
+    body = reply.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["code"], str)
+    assert reply.headers["x-request-id"]
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": "hello"}, "messages", "valid list"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user'"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2; got 3"),
+        ({"temperature": "warm"}, "temperature", "number"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1; got 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"seed": 2**70}, "seed", "seed"),
+        ({"n": 2}, "n", "Input should be 1; got 2"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "Input should be 0"),
+        ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, messages"),
+        ({"kv_transfer_params": {"cache_id": "kvc-" + "0" * 32}}, "kv_transfer_params", "unknown field"),
+        ({"kvrelay": {"polcy": "x"}}, "kvrelay.polcy", "not permitted"),
+        ({"kvrelay": {"policy": "best"}}, "kvrelay.policy", "unknown policy 'best'; known: fixed, confidence"),
+        ({"kvrelay": {"max_tier": "huge"}}, "kvrelay.max_tier", "unknown tier 'huge'; known: small, large"),
+        ({"kvrelay": {"agreement_probe": 65}}, "kvrelay.agreement_probe", "less than or equal to 64"),
+        ({"model": "large", "kvrelay": {"max_tier": "small"}}, "kvrelay.max_tier", "'large' lies above"),
+        ({"model": "large", "kvrelay": {"policy": "fixed"}}, "kvrelay.policy", "'auto' instead of 'large'"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "not permitted"),
+    ],
+)
+async def test_bad_values_are_named(stack: Stack, fields: dict[str, Any], param: str, message: str) -> None:
+    reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES} | fields)
+    error = error_of(reply)
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].startswith(param)
+    assert message in error["message"]
+    assert stack.small.calls == [call for call in stack.small.calls if call.name in ("info", "readyz")]
+
+
+async def test_an_unknown_model_is_a_404_that_names_what_there_is(stack: Stack) -> None:
+    reply = await stack.chat(model="gpt-17")
+    error = error_of(reply)
+    assert (reply.status_code, error["code"]) == (404, "model_not_found")
+    assert "'gpt-17'; known: auto, small, fake-small, large, fake-large" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "an object is needed"),
+        (b'{"model": "auto", "messages": [{"role": "user", "content": "\\ud800"}]}', "not valid JSON"),
+        (b'{"model": "auto", "tools": ' + b"[" * 80 + b"]" * 80 + b"}", "nested more than 64"),
+        (b'{"model": "auto", "messages": NaN}', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+    ],
+    ids=["empty", "cut", "array", "surrogate", "deep", "nan", "binary"],
+)
+async def test_a_body_that_is_none(stack: Stack, raw: bytes, message: str) -> None:
+    reply = await stack.http.post("/v1/chat/completions", content=raw)
+    assert reply.status_code == 400
+    assert message in error_of(reply)["message"]
+
+
+async def test_a_long_value_is_not_echoed_whole(stack: Stack) -> None:
+    reply = await stack.chat(temperature="x" * 10_000)
+    assert len(reply.text) < 500
+
+
+async def test_bodies_and_headers_are_bounded() -> None:
+    async with in_process(limits={"max_body_bytes": 2000, "max_header_bytes": 2000, "max_messages": 3}) as stack:
+        too_large = await stack.chat()
+        assert (too_large.status_code, error_of(too_large)["code"]) == (413, "request_too_large")
+        assert "at most 2000" in error_of(too_large)["message"]
+
+        async def drip() -> Any:
+            for _ in range(50):
+                yield b" " * 100
+
+        chunked = await stack.http.post("/v1/chat/completions", content=drip())
+        assert (chunked.status_code, error_of(chunked)["code"]) == (413, "request_too_large")
+        headers = await stack.http.get("/v1/models", headers={"x-padding": "x" * 3000})
+        assert (headers.status_code, error_of(headers)["code"]) == (431, "headers_too_large")
+        many = await stack.chat([{"role": "user", "content": "x"}] * 4)
+        assert (many.status_code, error_of(many)["param"]) == (413, "messages")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/gpt-17", 404)],
+)
+async def test_routes_that_are_none(stack: Stack, method: str, path: str, status: int) -> None:
+    reply = await stack.http.request(method, path)
+    assert reply.status_code == status
+    assert error_of(reply)["type"] == "invalid_request_error"
+
+
+async def test_bad_requests_do_not_open_the_circuit(stack: Stack) -> None:
+    stack.large.fail("chat", InvalidRequest("bad", param="messages"))
+    for _ in range(20):
+        assert (await stack.chat(model="large")).status_code == 400
+    stack.large.heal()
+    assert (await stack.chat(model="large")).status_code == 200
+    assert stack.metric("circuit_state", target="large-0") == 0
+
+
+async def test_a_failing_worker_does(stack: Stack) -> None:
+    stack.small.garble("prefill")
+    for _ in range(8):
+        await stack.chat()
+    assert stack.metric("circuit_state", target="small-0") == 2
+    assert len(stack.small.made("prefill")) == 4, "then it is left alone"
+    assert stack.metric("circuit_transitions_total", target="small-0", to="open") == 1
+
+
+async def test_a_failing_transfer_leaves_the_large_models_answers_alone(stack: Stack) -> None:
+    stack.large.garble("transfer")
+    prompts = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(6)]
+    paths = [(await stack.escalate(prompt)).headers["x-kvrelay-path"] for prompt in prompts]
+    assert paths[3:] == ["fallback:worker_unavailable", "fallback:circuit_open", "fallback:circuit_open"]
+    assert stack.metric("circuit_state", target="large-0/transfer") == 2
+    assert stack.metric("circuit_state", target="large-0") == 0
+
+
+async def test_full_queues_say_when_to_come_again(stack: Stack) -> None:
+    stack.large.fail("chat", Overloaded("the queue is full", retry_after_s=4))
+    reply = await stack.chat(model="large")
+    assert (reply.status_code, error_of(reply)["type"]) == (503, "overloaded")
+    assert reply.headers["retry-after"] == "4"
+
+
+async def test_a_tenant_over_its_share_gets_429() -> None:
+    async with in_process(limits={"max_concurrency_per_tenant": 1}) as stack:
+        stack.large.delay("chat", 0.3)
+        replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(3)))
+        assert sorted(reply.status_code for reply in replies) == [200, 429, 429]
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        assert error_of(refused)["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+async def test_a_tiers_queue_is_bounded() -> None:
+    async with in_process(limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 1}) as stack:
+        stack.large.delay("chat", 0.2)
+        replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(4)))
+        assert sorted(reply.status_code for reply in replies) == [200, 200, 503, 503]
+        assert all(reply.headers["retry-after"] for reply in replies if reply.status_code == 503)
+
+
+async def test_a_full_small_tier_is_no_error_for_the_user() -> None:
+    async with in_process(limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 1}) as stack:
+        stack.small.delay("prefill", 0.2)
+        replies = await asyncio.gather(*(stack.chat() for _ in range(3)))
+        assert [reply.status_code for reply in replies] == [200] * 3
+        assert any(reply.headers["x-kvrelay-path"] == "fallback:small_overloaded" for reply in replies)
+
+
+@pytest.mark.parametrize("offered", ["abc-123", "A" * 128])
+async def test_a_clean_request_id_is_kept(stack: Stack, offered: str) -> None:
+    reply = await stack.http.get("/v1/models", headers={"x-request-id": offered})
+    assert reply.headers["x-request-id"] == offered
+
+
+@pytest.mark.parametrize("offered", ["", "a b", "A" * 129, "x\ty", "<script>"])
+async def test_any_other_request_id_is_replaced(stack: Stack, offered: str) -> None:
+    reply = await stack.http.get("/v1/models", headers={"x-request-id": offered})
+    assert reply.headers["x-request-id"] not in ("", offered)
+
+
+async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
+    stack.app.state.gateway.tenants = None
+    transport = httpx.ASGITransport(stack.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        reply = await http.get("/v1/models")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    assert "None" not in reply.text

@@ -1,0 +1,77 @@
+"""The decision, told without running a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.stack import MESSAGES, Stack, told, turn_after
+from workers.api.errors import WorkerUnavailable
+from workers.api.schemas import Rates
+
+MODEL_CALLS = ("prefill", "transfer", "chat", "cached_chat")
+
+
+async def explained(stack: Stack, messages: list[dict[str, Any]] = MESSAGES, **fields: Any) -> dict[str, Any]:
+    before = [call for worker in (stack.small, stack.large) for call in worker.calls if call.name in MODEL_CALLS]
+    reply = await stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": messages} | fields)
+    after = [call for worker in (stack.small, stack.large) for call in worker.calls if call.name in MODEL_CALLS]
+    assert reply.status_code == 200, reply.text
+    assert before == after, "no model runs"
+    return dict(reply.json())
+
+
+@pytest.mark.parametrize(
+    ("fields", "route", "would_escalate", "would_transfer"),
+    [
+        ({}, "cascade", None, True),
+        ({"model": "large"}, "answer", False, False),
+        ({"kvrelay": {"policy": "always_escalate"}}, "escalate", True, True),
+        ({"kvrelay": {"policy": "always_escalate", "exact": True}}, "escalate", True, False),
+        ({"kvrelay": {"no_cache": True}}, "cascade", None, False),
+        ({"kvrelay": {"max_tier": "small"}}, "answer", False, False),
+    ],
+)
+async def test_the_route(
+    stack: Stack, fields: dict[str, Any], route: str, would_escalate: bool | None, would_transfer: bool
+) -> None:
+    answer = await explained(stack, **fields)
+    assert (answer["route"], answer["would_escalate"]) == (route, would_escalate)
+    assert answer["would_transfer"] is would_transfer
+
+
+async def test_predictions_come_from_the_rates_and_the_workers_count(stack: Stack) -> None:
+    stack.large.rates = Rates(prefill_tokens_per_s=1000.0, map_tokens_per_s=10_000.0)
+    await stack.look()
+    answer = await explained(stack)
+    num_tokens = answer["num_tokens"]
+    assert num_tokens > 600
+    assert answer["predicted_ms"]["full_prefill"] == pytest.approx(num_tokens)
+    assert answer["predicted_ms"]["handoff"] == pytest.approx(64 + (num_tokens - 64) / 10)
+
+
+async def test_the_prefix_that_is_known(stack: Stack) -> None:
+    assert (await explained(stack))["prefix"] == {"small": None, "large": None}
+    first = await stack.escalate()
+    prefix = (await explained(stack, turn_after(MESSAGES, first, "And then?")))["prefix"]
+    assert prefix["large"]["provenance"] == "mapped:fake-bundle"
+    assert prefix["large"]["num_messages"] == 3
+    assert prefix["small"]["num_messages"] == 2
+
+
+async def test_without_a_worker_to_count_it_says_so(stack: Stack) -> None:
+    stack.small.fail("tokenize", WorkerUnavailable("gone"))
+    answer = await explained(stack)
+    assert answer["num_tokens"] is None
+    assert answer["predicted_ms"] == {"full_prefill": None, "handoff": None}
+
+
+async def test_bad_requests_are_told_as_in_chat(stack: Stack) -> None:
+    reply = await stack.http.post("/v1/cascade/explain", json={"model": "gpt-17", "messages": MESSAGES})
+    assert reply.status_code == 404
+
+
+async def test_an_answer_explains_itself_when_asked(stack: Stack) -> None:
+    assert "explained" not in told(await stack.chat())
+    assert told(await stack.chat(kvrelay={"explain": True}))["explained"]["route"] == "cascade"

@@ -1,0 +1,74 @@
+"""What is exported, and that no label takes a client's words."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.gateway.stack import MESSAGES, Stack
+
+EXPORTED = """
+requests_total time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+request_prefill_time_seconds prefix_cache_queries_total prefix_cache_hits_total
+num_requests_running num_requests_waiting
+cascade_decisions_total cascade_confidence kv_transfer_total kv_transfer_duration_seconds kv_transfer_bytes_total
+kv_transfer_tokens_total full_prefill_fallback_total prefill_seconds_saved_total circuit_state circuit_transitions_total
+registry_ops_total client_disconnects_total overhead_seconds
+""".split()
+
+
+async def scraped(stack: Stack) -> str:
+    reply = await stack.http.get("/metrics")
+    assert reply.status_code == 200
+    return reply.text
+
+
+async def test_the_names_are_those_of_the_conventions(stack: Stack) -> None:
+    families = {family.name for family in text_string_to_metric_families(await scraped(stack))}
+    assert {f"kvrelay_{name.removesuffix('_total')}" for name in EXPORTED} <= families
+    assert all(name.startswith("kvrelay_") for name in families)
+
+
+async def test_a_handoff_is_measured(stack: Stack) -> None:
+    stack.small.logprob = -2.0
+    await stack.chat()
+    assert stack.metric("kv_transfer_total", result="ok") == 1
+    assert stack.metric("kv_transfer_tokens_total") > 500
+    assert stack.metric("kv_transfer_bytes_total") > 0
+    assert stack.metric("kv_transfer_duration_seconds_count") == 1
+    assert stack.metric("prefill_seconds_saved_total") > 0
+    assert stack.metric("cascade_confidence_bucket", le="-2.0") == 1
+    assert stack.metric("cascade_decisions_total", policy="confidence", decision="escalate", reason="unsure") == 1
+    assert stack.metric("time_to_first_token_seconds_count", tier="large", path="mapped") == 1
+    assert stack.metric("e2e_request_latency_seconds_count", tier="large") == 1
+    assert stack.metric("overhead_seconds_count") == 1
+    assert stack.metric("requests_total", model="auto", status="200") == 1
+
+
+async def test_decisions_are_counted_by_policy(stack: Stack) -> None:
+    await stack.chat()
+    await stack.escalate()
+    await stack.chat(model="fake-large")
+    assert stack.metric("cascade_decisions_total", policy="confidence", decision="accept", reason="confident") == 1
+    assert stack.metric("cascade_decisions_total", policy="always_escalate", decision="escalate", reason="forced") == 1
+    assert stack.metric("cascade_decisions_total", policy="named", decision="answer", reason="named") == 1
+
+
+async def test_labels_never_take_what_a_client_wrote(stack: Stack) -> None:
+    for number in range(20):
+        await stack.chat(model=f"canary-{number}")
+        await stack.http.get(f"/canary-{number}", headers={"x-request-id": f"canary-{number}"})
+    await stack.chat([{"role": "user", "content": "canary-prompt"}], user="canary-user")
+    assert "canary" not in await scraped(stack)
+    assert stack.metric("requests_total", model="other", status="404") == 20
+
+
+async def test_health_is_not_counted(stack: Stack) -> None:
+    await stack.http.get("/livez")
+    assert "livez" not in await scraped(stack)
+    assert stack.metric("requests_total", model="none", status="200") == 0
+
+
+async def test_overhead_leaves_the_workers_time_out(stack: Stack) -> None:
+    stack.large.delay("chat", 0.5)
+    reply = await stack.chat(MESSAGES, model="large")
+    assert float(reply.headers["x-kvrelay-overhead-ms"]) < 400

@@ -1,0 +1,110 @@
+"""The official `openai` client, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer
+from workers.api.errors import InvalidRequest, Overloaded
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with live_stack() as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_a_completion(client: AsyncOpenAI, stack: Stack) -> None:
+    reply = await client.chat.completions.create(model="auto", messages=MESSAGES, logprobs=True)
+    choice = reply.choices[0]
+    assert choice.message.content == right_answer(stack.small, MESSAGES)
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content[0].logprob == -0.125
+    assert reply.model == "fake-small"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 7
+    assert reply.kvrelay["tier"] == "small"
+
+
+async def test_a_stream(client: AsyncOpenAI, stack: Stack) -> None:
+    stack.small.logprob = -2.0
+    stream = await client.chat.completions.create(
+        model="auto", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == right_answer(stack.large, MESSAGES)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].kvrelay["path"] == "mapped"
+
+
+async def test_the_extra_field(client: AsyncOpenAI) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model="auto", messages=MESSAGES, extra_body={"kvrelay": {"policy": "always_escalate"}}
+    )
+    assert raw.headers["x-kvrelay-path"] == "mapped"
+    assert raw.parse().kvrelay["forced"] is True
+
+
+async def test_its_own_message_comes_back_as_the_turn_after(client: AsyncOpenAI, stack: Stack) -> None:
+    extra = {"kvrelay": {"policy": "always_escalate"}}
+    first = await client.chat.completions.create(model="auto", messages=MESSAGES, extra_body=extra)
+    following = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And then?"}]
+    reply = await client.chat.completions.create(model="auto", messages=following, extra_body=extra)
+    assert reply.kvrelay["path"] == "mapped"
+    assert len(stack.large.made("transfer")) == 1, "the cache of the first answer was found"
+
+
+async def test_models(client: AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["auto", "small", "fake-small", "large", "fake-large"]
+    assert (await client.models.retrieve("large")).id == "large"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("gpt-17")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"model": "gpt-17"}, openai.NotFoundError),
+        ({"messages": []}, openai.BadRequestError),
+        ({"temperature": 9}, openai.BadRequestError),
+    ],
+)
+async def test_errors_are_its_own_classes(client: AsyncOpenAI, fields: dict, error: type[openai.APIError]) -> None:
+    with pytest.raises(error) as raised:
+        await client.chat.completions.create(**({"model": "auto", "messages": MESSAGES} | fields))
+    assert raised.value.type == "invalid_request_error"
+    assert raised.value.code is not None
+    assert raised.value.param is not None
+
+
+async def test_an_overloaded_tier_is_retried_by_the_client(client: AsyncOpenAI, stack: Stack) -> None:
+    stack.large.fail("chat", Overloaded("full", retry_after_s=1), times=1)
+    patient = client.with_options(max_retries=1)
+    reply = await patient.chat.completions.create(model="large", messages=MESSAGES)
+    assert reply.choices[0].message.content == right_answer(stack.large, MESSAGES)
+
+
+async def test_what_no_retry_mends_is_not_retried(client: AsyncOpenAI, stack: Stack) -> None:
+    stack.large.fail("chat", InvalidRequest("bad"))
+    with pytest.raises(openai.BadRequestError):
+        await client.with_options(max_retries=2).chat.completions.create(model="large", messages=MESSAGES)
+    assert len(stack.large.made("chat")) == 1
+
+
+async def test_a_stream_that_breaks_raises(client: AsyncOpenAI, stack: Stack) -> None:
+    stack.large.cut_after = 3
+    with pytest.raises(openai.APIError):
+        async for _ in await client.chat.completions.create(model="large", messages=MESSAGES, stream=True):
+            pass

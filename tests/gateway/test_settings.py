@@ -1,0 +1,126 @@
+"""The configuration file: validated whole, errors that name the key and what it allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.errors import SettingsError
+from gateway.policies import POLICIES
+from gateway.settings import from_values, load
+from tests.gateway.stack import values
+
+WORKER = {"tier": "small", "url": "http://127.0.0.1:8001"}
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "kvrelay.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_the_smallest_file(tmp_path: Path) -> None:
+    settings = load(
+        written(tmp_path, {"tiers": [{"name": "small", "model": "m"}], "workers": {"small-0": WORKER}})
+    )
+    assert settings.server.host == "127.0.0.1"
+    assert settings.registry.url == "memory://"
+    assert settings.chosen_policy.name == "confidence"
+    assert settings.secret_file == tmp_path / ".kvrelay/secret"
+    assert not settings.requires_keys
+
+
+def test_keys_of_the_worker_pass(tmp_path: Path) -> None:
+    worker = WORKER | {"model": "models/smol-small", "engine": "transformers", "pool_bytes": "512MiB"}
+    settings = from_values(values(tiers=[{"name": "small", "model": "m"}], workers={"small-0": worker}))
+    assert settings.workers["small-0"].url == WORKER["url"]
+
+
+def test_workers_may_be_a_list_with_ids() -> None:
+    workers = [WORKER | {"id": "small-0"}, WORKER | {"id": "large-0", "tier": "large"}]
+    assert list(from_values(values(workers=workers)).workers) == ["small-0", "large-0"]
+
+
+def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVRELAY_REGISTRY__URL", "redis://cache:6379/0")
+    monkeypatch.setenv("KVRELAY_SECRET_FILE", "/run/secrets/kvrelay")
+    settings = load(written(tmp_path, values()))
+    assert settings.registry.url == "redis://cache:6379/0"
+    assert str(settings.secret_file) == "/run/secrets/kvrelay"
+
+
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_LIMITS", "{not json")
+    with pytest.raises(SettingsError, match="limits"):
+        from_values(values())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_can_be_configured(name: str) -> None:
+    assert from_values(values(policy={"name": name})).chosen_policy.name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tier": []}, "tier: unknown key; known: tiers, workers, server, registry, policy, tenants, limits"),
+        ({"tiers": []}, "tiers: at least one tier is needed"),
+        ({"tiers": [{"name": "small"}]}, "tiers.0.model: this key is required"),
+        ({"tiers": [{"name": "small", "model": "m", "size": 1}]}, "tiers.0.size: unknown key; known: name, model"),
+        (
+            {"tiers": [{"name": "small", "model": "m"}, {"name": "small", "model": "n"}]},
+            "tiers: 'small' stands twice or is reserved",
+        ),
+        ({"tiers": [{"name": "auto", "model": "m"}]}, "tiers: 'auto' stands twice or is reserved"),
+        ({"workers": {"a": WORKER}}, "tier 'large' has no worker"),
+        ({"workers": {"a": WORKER | {"tier": "huge"}}}, "workers.a.tier: unknown tier 'huge'; known: small, large"),
+        ({"workers": {"a": WORKER | {"url": "127.0.0.1:8001"}}}, "workers.a.url: needs an http:// or https:// URL"),
+        ({"workers": {"a b": WORKER}}, "workers.a b"),
+        ({"workers": [WORKER | {"id": "a"}, WORKER | {"id": "a"}]}, "workers: 'a' stands twice"),
+        ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, got 'etcd://x'"),
+        ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
+        ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, max_entries, timeout_ms"),
+        ({"policy": {"name": "best"}}, "policy.name: unknown policy 'best'; known: fixed, confidence"),
+        ({"policy": {"name": "fixed", "tier": "huge"}}, "policy.tier: unknown tier 'huge'; known: small, large"),
+        ({"policy": {"name": "confidence", "threshold": 1}}, "policy.threshold: .*less than or equal to 0, got 1"),
+        ({"tenants": {"acme": {}}}, "tenants: 'default' is missing; known: acme"),
+        ({"tenants": {"default": {"api_keys": ["my-key"]}}}, "tenants.default.api_keys.0"),
+        ({"tenants": {"default": {"keys": []}}}, "tenants.default.keys: unknown key; known: api_keys"),
+        ({"tenants": {"default": {"api_keys": ["a" * 64]}, "b": {"api_keys": ["a" * 64]}}}, "API key: .* stands twice"),
+        ({"deadlines": {"request_s": 0}}, "deadlines.request_s: .* greater than 0, got 0"),
+        ({"limits": {"max_body": 1}}, "limits.max_body: unknown key; known: max_body_bytes"),
+        ({"breaker": {"failure_rate": 2}}, "breaker.failure_rate: .* less than or equal to 1, got 2"),
+        ({"handoff": {"native_tail": 0}}, "handoff.native_tail: .* greater than or equal to 1, got 0"),
+        ({"server": {"port": 70000}}, "server.port: .* less than or equal to 65535, got 70000"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        from_values(values(**changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tiers: [", "not valid YAML"),
+        ("- a\n- b\n", "must hold a mapping with the keys tiers"),
+        ("", "must hold a mapping"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(written(tmp_path, content))
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read the configuration .*nowhere.yaml"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_settings_are_frozen() -> None:
+    settings = from_values(values())
+    with pytest.raises(ValueError, match="frozen"):
+        settings.deadlines.request_s = 1.0

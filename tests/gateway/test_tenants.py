@@ -1,0 +1,153 @@
+"""Who asks, and that one tenant's caches never serve another's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.app import create_app
+from gateway.errors import SettingsError
+from gateway.registry import Entry
+from gateway.settings import from_values, read_secret
+from tests.gateway.redis_process import redis_process
+from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from workers.api.fake import FAKE_SECRET
+
+KEYS = {"default": "key-of-default", "acme": "key-of-acme"}
+TENANTS = {name: {"api_keys": [hashlib.sha256(key.encode()).hexdigest()]} for name, key in KEYS.items()}
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with in_process(tenants=TENANTS) as stack:
+        yield stack
+
+
+def key(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[tenant]}"}
+
+
+async def ask(stack: Stack, tenant: str, messages: list[dict[str, Any]] = MESSAGES, **fields: Any) -> httpx.Response:
+    body = {"model": "auto", "messages": messages} | fields
+    return await stack.http.post("/v1/chat/completions", json=body, headers=key(tenant))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic key-of-acme"}, {"authorization": "Bearer "}],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/cascade/explain", "/v1/models", "/v1/models/auto"])
+async def test_without_a_known_key_nothing_is_answered(stack: Stack, headers: dict[str, str], path: str) -> None:
+    method = "GET" if "models" in path else "POST"
+    reply = await stack.http.request(method, path, headers=headers)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert "key-of" not in reply.text
+
+
+async def test_health_needs_no_key(stack: Stack) -> None:
+    for path in ("/livez", "/readyz", "/health", "/metrics"):
+        assert (await stack.http.get(path)).status_code == 200
+
+
+async def test_every_tenant_has_its_own_salt(stack: Stack) -> None:
+    for tenant in KEYS:
+        await ask(stack, tenant)
+    salts = {body["tenant_salt"] for body in stack.small.made("prefill")}
+    assert len(salts) == 2
+    assert not salts & {hashlib.sha256(name.encode()).hexdigest() for name in KEYS}, "not to be had without the secret"
+
+
+async def test_a_salt_of_the_clients_is_overwritten(stack: Stack) -> None:
+    await ask(stack, "acme")
+    await ask(stack, "acme", tenant_salt="ab" * 32, cache_salt="cd" * 32, model="large")
+    salts = {body["tenant_salt"] for body in stack.small.made("prefill") + stack.large.made("chat")}
+    assert len(salts) == 1
+    assert salts.isdisjoint({"ab" * 32, "cd" * 32})
+
+
+async def test_one_tenant_never_gets_the_others_cache(stack: Stack) -> None:
+    await ask(stack, "acme")
+    reply = await ask(stack, "default")
+    assert told(reply)["cached_tokens"] == 0
+    assert stack.metric("prefix_cache_hits_total", tier="small") == 0
+    again = await ask(stack, "acme")
+    assert told(again)["cached_tokens"] > 0
+
+
+async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
+    require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Somebody who writes to Redis files acme's cache under a prefix of default's."""
+    with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        async with in_process(tenants=TENANTS, registry={"url": redis.url}) as stack:
+            first = await ask(stack, "default", kvrelay={"policy": "always_escalate"})
+            await ask(stack, "acme", [{"role": "user", "content": f"secret {MESSAGES[0]['content']}"}])
+            foreign = list(stack.small.caches.values())[-1]
+            await plant(stack, MESSAGES, foreign.cache_id)
+            reply = await ask(stack, "default")
+            assert text(reply) == right_answer(stack.small, MESSAGES)
+            assert stack.metric("prefix_cache_stale_total", tier="small") == 1
+            following = await ask(stack, "default", turn_after(MESSAGES, first, "And then?"))
+            assert following.status_code == 200
+
+
+async def plant(stack: Stack, messages: list[dict[str, Any]], cache_id: str) -> None:
+    """Overwrites what Redis holds of these messages for the small model and tenant default."""
+    import redis.asyncio
+
+    from gateway.registry.redis import PREFIX
+
+    async with redis.asyncio.from_url(stack.app.state.gateway.settings.registry.url) as raw:
+        for name in await raw.keys(f"{PREFIX}*"):
+            entry = Entry.model_validate_json(await raw.get(name))
+            if entry.tenant == "default" and entry.worker == "small-0":
+                planted = entry.model_copy(update={"cache_id": cache_id})
+                await raw.set(name, planted.model_dump_json(), px=60_000)
+
+
+async def test_without_keys_everyone_on_the_loopback_is_the_default_tenant() -> None:
+    async with in_process() as stack:
+        assert (await stack.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_an_address_that_others_reach_needs_keys(host: str) -> None:
+    open_to_all = values(server={"host": host})
+    with pytest.raises(SettingsError, match=r"server\.host.*api_keys"):
+        create_app(from_values(open_to_all), FAKE_SECRET)
+    create_app(from_values(open_to_all | {"tenants": TENANTS}), FAKE_SECRET)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
+def test_the_loopback_does_not(host: str) -> None:
+    create_app(from_values(values(server={"host": host})), FAKE_SECRET)
+
+
+def test_the_secret_is_refused_where_others_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("x" * 40 + "\n")
+    path.chmod(0o600)
+    assert read_secret(path) == "x" * 40
+    path.chmod(0o640)
+    with pytest.raises(SettingsError, match="mode 0640; it must be 0600"):
+        read_secret(path)
+
+
+@pytest.mark.parametrize("content", ["", "short", "x" * 20 + "\n" + "y" * 20, "ü" * 40])
+def test_a_secret_that_is_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "secret"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(SettingsError, match="16 or more printable"):
+        read_secret(path)
+
+
+def test_a_secret_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read .*nowhere"):
+        read_secret(tmp_path / "nowhere")
