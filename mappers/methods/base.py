@@ -36,8 +36,8 @@ class Method(ABC):
     """One way to compute a target layer's keys (or values) from those of some source layers.
 
     How to add one: (1) a file in this folder with a subclass; (2) its `name`, and the paper in its docstring;
-    (3) `solve`, from moments to a `Solution`; (4) `max_layers` if it takes only so many source layers; (5) a line in
-    the registry; (6) a row in the table of `tests/mappers/test_methods.py`.
+    (3) `solve`, from moments to a `Solution`; (4) `max_layers` if it takes only so many source layers; (5)
+    `tokens_needed`, if fewer would overfit; (6) a line in the registry, over which the tests run.
     """
 
     name: ClassVar[str]

@@ -68,6 +68,17 @@ def test_shared_layers_are_fitted_like_any_other_if_asked(folders: dict[str, Pat
     assert mapper.manifest.layers[1].keys.r2 is not None and mapper.manifest.layers[1].keys.r2 > 0.999
 
 
+def test_layers_that_only_looked_shared_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The two models differ in the embedding of one token, which the first document does not hold."""
+    model = load_model(folders["large"])
+    model.model.embed_tokens.weight[63].mul_(-1)
+    saved(model, tmp_path / "odd")
+    documents = [[i % 63 for i in range(80)], *random_documents(3, 80)]
+    with pytest.raises(MapperError, match="keys of target layer 0 looked like those of source layer 0, but differ"):
+        fit(tmp_path / "odd", folders["large"], documents)
+    assert fit(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).copied_layers == ()
+
+
 def test_keys_may_be_shared_where_values_are_not(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
