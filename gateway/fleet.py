@@ -100,7 +100,10 @@ class Fleet:
     async def _watch(self, worker: Worker) -> None:
         while True:
             await asyncio.sleep(self._settings.deadlines.worker_poll_s * (0.8 + 0.4 * random.random()))
-            await worker.look()
+            try:
+                await worker.look()
+            except Exception as error:  # a bug must not end the watch
+                log.error("watch_failed", worker=worker.id, error=repr(error))
 
     def _tier(self, tier: TierSettings) -> Tier:
         gate = Gate(

@@ -11,12 +11,13 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import HeadersTooLarge, reply_headers
+from gateway.errors import HeadersTooLarge, InternalError, reply_headers
 from gateway.metrics import Metrics
 from gateway.settings import Limits
 from workers.api.errors import KvrelayError, RequestTooLarge
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
+UNTOLD = 499  # until a response starts: the status of one that nobody waited for
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
 
 log = structlog.get_logger()
@@ -24,6 +25,7 @@ log = structlog.get_logger()
 
 class Trace:
     """Gives the request its id (the client's where that is clean) and arrival time; counts and logs how it ended.
+    A bug of ours is logged here, and told as a 500 without its words.
 
     The route leaves the model's label, tier and path in `scope["state"]`.
     """
@@ -37,7 +39,7 @@ class Trace:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state |= {"request_id": _request_id(scope), "arrived_at": time.monotonic(), "status": 499}
+        state |= {"request_id": _request_id(scope), "arrived_at": time.monotonic(), "status": UNTOLD}
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -47,6 +49,10 @@ class Trace:
 
         try:
             await self._app(scope, receive, sending)
+        except Exception as error:
+            log.error("internal_error", request_id=state["request_id"], error=repr(error))
+            if state["status"] == UNTOLD:
+                await _refuse(InternalError("internal error"), sending)
         finally:
             self._ended(scope, state)
 

@@ -21,6 +21,7 @@ from workers.api.schemas import Message
 
 SEED = b"kvrelay-prefix-1"
 MARK = "cache_control"
+MAX_ASKED = 256  # of one chain at once; a conversation grows by a few messages a turn
 
 
 def canonical(message: Message) -> bytes:
@@ -56,9 +57,9 @@ class Chain:
     def num_messages(self) -> int:
         return len(self.hashes) - 1
 
-    def longest_first(self) -> list[str]:
-        """The names of the whole conversation, then of ever shorter beginnings; never of none."""
-        return list(self.hashes[:0:-1])
+    def longest_first(self, most: int = MAX_ASKED) -> list[str]:
+        """The names of the whole conversation, then of ever shorter beginnings, up to `most`; never of none."""
+        return list(self.hashes[:0:-1])[:most]
 
 
 def _link(key: bytes, before: bytes, content: bytes) -> str:

@@ -40,7 +40,7 @@ class Prefixes:
         found = []
         for num_messages in range(chain.num_messages, 0, -1):
             key = chain.hashes[num_messages]
-            entry = entries[key]
+            entry = entries.get(key)
             if entry is None or entry.tenant != turn.tenant.name:
                 continue
             worker = tier.workers.get(entry.worker)

@@ -125,7 +125,7 @@ class Turn:
     arrived_at: float
     model: str = ""  # the answering model's public name
     phase: str = "admission"
-    upstream_s: float = 0.0
+    waited_s: float = 0.0  # for the client's body, and for workers
     escalated_at: float | None = None
     known: dict[str, Known] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
@@ -158,12 +158,12 @@ class Turn:
         try:
             yield
         finally:
-            self.upstream_s += time.monotonic() - started
+            self.waited_s += time.monotonic() - started
 
     @property
     def overhead_ms(self) -> float:
-        """Time since arrival that no worker is to blame for."""
-        return (time.monotonic() - self.arrived_at - self.upstream_s) * 1000
+        """Time since arrival that neither the client nor a worker is to blame for."""
+        return (time.monotonic() - self.arrived_at - self.waited_s) * 1000
 
     def since_arrival_ms(self, at: float) -> float:
         return (at - self.arrived_at) * 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -74,10 +76,14 @@ async def _turn(request: Request) -> Turn:
     gateway = request.app.state.gateway
     settings = gateway.settings
     tenant = gateway.tenants.authenticate(request.headers.get("authorization"))
-    asked = parse_chat(await read_body(request, settings.deadlines.body_s), settings.limits)
+    reading_at = time.monotonic()
+    raw = await read_body(request, settings.deadlines.body_s)
+    waited_s = time.monotonic() - reading_at
+    asked = parse_chat(raw, settings.limits)
     request.state.model_label = gateway.parts.fleet.label(asked.model)
     deadline = Deadline.after(settings.deadlines.request_s)
-    return Turn(request.state.request_id, tenant, asked, deadline, request.state.arrived_at)
+    state = request.state
+    return Turn(state.request_id, tenant, asked, deadline, state.arrived_at, waited_s=waited_s)
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.errors import InternalError, MethodNotAllowed, NotFound
+from gateway.errors import MethodNotAllowed, NotFound
 from workers.api.errors import KvrelayError
 
 log = structlog.get_logger()
@@ -25,7 +25,6 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 def install_error_replies(app: FastAPI) -> None:
     app.add_exception_handler(KvrelayError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
 
 
 def error_reply(error: KvrelayError, headers: dict[str, str] | None = None) -> Response:
@@ -50,7 +49,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         )
     return error_reply(NotFound(f"{request.method} {request.url.path}: there is no such route"))
 
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    log.error("internal_error", request_id=request.state.request_id, error=repr(error))
-    return error_reply(InternalError("internal error"))

@@ -191,8 +191,7 @@ async def test_any_other_request_id_is_replaced(stack: Stack, offered: str) -> N
 
 async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
     stack.app.state.gateway.tenants = None
-    transport = httpx.ASGITransport(stack.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        reply = await http.get("/v1/models")
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
-    assert "None" not in reply.text
+    reply = await stack.http.get("/v1/models")
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+    assert "NoneType" not in reply.text
+    assert stack.metric("requests_total", model="none", status="500") == 1

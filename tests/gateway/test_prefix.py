@@ -38,6 +38,7 @@ def test_extending_is_the_same_as_hashing_the_whole() -> None:
 def test_longest_first_and_never_the_empty_beginning() -> None:
     chain = Chain.over(messages(*CONVERSATION), model="m", tools=None, salt=SALT)
     assert chain.longest_first() == list(reversed(chain.hashes[1:]))
+    assert chain.longest_first(2) == [chain.hashes[4], chain.hashes[3]]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from workers.api.schemas import (
 R = TypeVar("R", bound=Reply)
 
 CONNECT_TIMEOUT_S = 2.0
+KEEPALIVE_EXPIRY_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
 
 
 class WorkerClient:
@@ -41,7 +42,9 @@ class WorkerClient:
             base_url=url,
             headers={SECRET_HEADER: secret},
             transport=transport,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_EXPIRY_S
+            ),
             trust_env=False,
         )
 
@@ -100,6 +103,7 @@ class WorkerClient:
         An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
         taken for a whole one. Closing the iterator hangs up, which stops the worker.
         """
+        is_whole = False
         try:
             async with self._http.stream(
                 "POST",
@@ -112,19 +116,23 @@ class WorkerClient:
                     await reply.aread()
                     raise from_reply(reply.status_code, _json(reply), reply.headers.get("retry-after"))
                 async for line in reply.aiter_lines():
-                    if not line.startswith("data: "):
+                    if is_whole or not line.startswith("data: "):
+                        continue  # after [DONE] too it is read to its end: hanging up there would look like a client's
+                    is_whole = line == "data: [DONE]"
+                    if is_whole:
                         continue
-                    if line == "data: [DONE]":
-                        return
                     chunk = _chunk(line[6:])
                     if "error" in chunk:
                         raise from_reply(500, chunk)
                     yield chunk
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
+            if not is_whole:
+                raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
         except httpx.HTTPError as error:
-            raise WorkerUnavailable(f"worker at {self.url} broke off: {error!r}") from error
-        raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
+            if not is_whole:
+                raise WorkerUnavailable(f"worker at {self.url} broke off: {error!r}") from error
+        if not is_whole:
+            raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
 
     async def _call(self, method: str, path: str, request: Prompt | ChatRequest | Any, timeout_s: float) -> Any:
         if timeout_s <= 0:
