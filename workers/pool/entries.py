@@ -33,8 +33,8 @@ class Span:
 class CacheEntry:
     """A finished cache. Its blocks are never written again; the last one may be partly filled.
 
-    Tokens inside `mapped` came from a mapper; those after it were read natively over mapped ones. Either makes the
-    whole cache `mapped:<bundle id>`.
+    Tokens inside `mapped` (which may be empty) came from a mapper; those before it are exact, those after it were read
+    over a mapped cache. Either of the latter makes the whole cache `mapped:<bundle id>`.
     """
 
     cache_id: str

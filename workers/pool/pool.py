@@ -9,9 +9,9 @@
 A block stands as long as somebody uses it: each cache, hold and lease counts as one user. When the last goes, the
 block's generation turns odd at once, so that no late reader takes it for what it was, and a thread zeroes it.
 
-Safe from any thread: one lock guards the tables and is held for table work only. Copies (`gather`, `scatter`) and
-clearing run outside it, on blocks that the caller holds; run them off the event loop. Tenants, tokens and provenance
-are checked here; the memory is the arena's.
+Safe from any thread: one lock guards the tables and is held for table work only. Copies (`PoolMemory`) and clearing
+run outside it, on blocks that nobody else writes; run copies off the event loop. Tenants, tokens and provenance are
+checked here.
 """
 
 from __future__ import annotations
@@ -21,36 +21,28 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, WorkerUnavailable
-from workers.api.schemas import KVLayout, PoolExport, Provenance
+from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
+from workers.api.schemas import Provenance
 from workers.digest import block_chain, token_digest
 from workers.pool.arena import Arena
-from workers.pool.blocks import blocks_for, check_blocks, check_range, copy_in, copy_layer_in, copy_out, empty_cache
+from workers.pool.blocks import blocks_for, check_blocks
 from workers.pool.entries import EXACT, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
 from workers.pool.evict import choose_victims
 from workers.pool.index import PrefixIndex
 from workers.pool.ledger import BlockLedger
+from workers.pool.memory import PoolMemory
 
 MAX_LEASES = 1024
 _CLEAR_TIMEOUT_S = 5.0
 _CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for them hardly notices
 
 
-class PoolFull(Overloaded):
-    """No block can be freed now: everything is in use by requests or leases."""
-
-    code = "pool_full"
-
-
-class Pool:
+class Pool(PoolMemory):
     def __init__(self, arena: Arena, *, clock: Callable[[], float] = time.time, max_leases: int = MAX_LEASES):
-        self.arena = arena
+        super().__init__(arena)
         self._clock = clock
         self._max_leases = max_leases
         self._ledger = BlockLedger(arena.num_blocks)
@@ -60,20 +52,8 @@ class Pool:
         self._next_expiry = math.inf  # nothing ends before
         self._num_evictions = 0
         self._changed = threading.Condition(threading.RLock())
-        self._closed = False
         self._clearer = threading.Thread(target=self._clear_for_ever, name="kvrelay-pool-clear", daemon=True)
         self._clearer.start()
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.arena.layout
-
-    @property
-    def epoch(self) -> str:
-        return self.arena.epoch
-
-    def export(self) -> PoolExport:
-        return self.arena.export()
 
     def close(self) -> None:
         """Give the memory back; whoever reads the pool finds every block stale. Idempotent."""
@@ -252,42 +232,6 @@ class Pool:
         with self._changed:
             self._expire(self._clock() if now is None else now)
 
-    # -- copies -----------------------------------------------------------------------------------------------------
-
-    def gather(self, blocks: Sequence[int], begin: int, end: int, out: KVCache | None = None) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, as contiguous layers `(H, T, D)`.
-
-        With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled; they may be views
-        and of another dtype.
-        """
-        self._check_open()
-        check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
-        check_range(blocks, begin, end, self.layout.block_tokens)
-        out = empty_cache(self.layout, begin, end, self.arena.data.device) if out is None else out
-        if (out.start, out.num_tokens) != (begin, end - begin):
-            raise InvalidRequest(f"out holds {out.num_tokens} tokens from {out.start}; asked for [{begin}, {end})")
-        copy_out(self.arena.data, blocks, out)
-        return out
-
-    def scatter(self, blocks: Sequence[int], source: KVCache) -> None:
-        """Write `source` into the sequence in `blocks`, at its own positions, which need not be block-aligned."""
-        with self.writing(blocks, source.start, source.start + source.num_tokens):
-            copy_in(self.arena.data, blocks, source)
-
-    @contextmanager
-    def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Callable[[int, Tensor, Tensor], None]]:
-        """Marks a write of tokens `[begin, end)`; yields `write(layer, keys, values)`, `(H, end - begin, D)` each."""
-        self._check_open()
-        check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
-        check_range(blocks, begin, end, self.layout.block_tokens)
-        touched = blocks[begin // self.layout.block_tokens : blocks_for(end, self.layout.block_tokens)]
-
-        def write(layer: int, keys: Tensor, values: Tensor) -> None:
-            copy_layer_in(self.arena.data, blocks, begin, layer, keys, values)
-
-        with self.arena.writing(touched):
-            yield write
-
     # -- inside, with the lock held ---------------------------------------------------------------------------------
 
     def _make_room(self, num_blocks: int) -> None:
@@ -356,10 +300,6 @@ class Pool:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise WorkerUnavailable("the pool is closed")
-
     def _check_put(
         self, blocks: Sequence[int], token_ids: Sequence[int], provenance: Provenance, mapped: Span | None
     ) -> None:
@@ -369,7 +309,7 @@ class Pool:
             raise InvalidRequest(f"{len(token_ids)} tokens fill {needed} blocks, at least one; got {len(blocks)}")
         if (provenance == EXACT) != (mapped is None):
             raise InvalidRequest(f"provenance {provenance!r} does not go with mapped tokens {mapped}")
-        if mapped is not None and not 0 <= mapped.begin < mapped.end <= len(token_ids):
+        if mapped is not None and not 0 <= mapped.begin <= mapped.end <= len(token_ids):
             raise InvalidRequest(f"mapped tokens {mapped} do not lie in {len(token_ids)} tokens")
 
     def _check_store(
@@ -399,9 +339,10 @@ def _check_use(entry: CacheEntry, salt: str, require_exact: bool) -> None:
 
 
 def _mapped_below(mapped: Span, start: int) -> Span:
-    """What is left of a base's mapped tokens when everything from `start` on is replaced. It is never nothing: what was
-    once read from a mapped cache is not taken for exact."""
-    return Span(mapped.begin, min(mapped.end, max(start, mapped.begin + 1)))
+    """What is left of a base's mapped tokens when everything from `start` on is replaced. A span even if none are left:
+    what was once read from a mapped cache is not taken for exact."""
+    begin = min(mapped.begin, start)
+    return Span(begin, max(begin, min(mapped.end, start)))
 
 
 def _index_salt(salt: str, adapter: str) -> str:
