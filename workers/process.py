@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -25,8 +24,6 @@ from workers.app import create_app
 from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
 
-PR_SET_PDEATHSIG = 1
-
 
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
@@ -41,15 +38,6 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when the one that started it ends."""
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent or parent == 1:
-        sys.exit("kvrelay worker: the starting process has ended")
 
 
 def configure_logging() -> None:

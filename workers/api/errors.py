@@ -11,7 +11,8 @@
     │   ├── CacheStale        409  the worker restarted, or its blocks were written since
     │   └── CacheMismatch     409  another tenant, model, layout, tokens or provenance
     ├── BundleUnusable        409  no mapper for this pair, or one below the gate
-    ├── Overloaded            503  a queue or the pool is full; carries `retry_after_s`
+    ├── Overloaded            503  a queue is full; carries `retry_after_s`
+    │   └── PoolFull          503  every block of the pool is in use by requests or leases
     ├── DeadlineExceeded      504
     ├── TransferFailed        502  the source could not be read
     └── WorkerUnavailable     503  no answer, or not an answer of this contract
@@ -84,6 +85,10 @@ class BundleUnusable(KvrelayError):
 
 class Overloaded(KvrelayError):
     status, type, code = 503, "overloaded", "overloaded"
+
+
+class PoolFull(Overloaded):
+    code = "pool_full"
 
 
 class DeadlineExceeded(KvrelayError):

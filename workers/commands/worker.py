@@ -8,20 +8,23 @@ The cluster secret is read from the file that KVRELAY_SECRET_FILE names.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
 
+PR_SET_PDEATHSIG = 1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after an orderly stop, 2 for settings that cannot be used."""
     options = _parser().parse_args(argv)
     if options.die_with_parent:
-        from workers.process import die_with_parent
-
-        die_with_parent()
+        _die_with_parent()
     try:
         settings, secret = _settings(options), read_secret()
         from workers.process import serve  # loads torch
@@ -59,3 +62,12 @@ def _settings(options: argparse.Namespace) -> WorkerSettings:
     settings = read_settings(options.config, options.worker, peers=dict(options.peer))
     given = {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
     return settings.model_copy(update=given)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when the one that started it ends."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent or parent == 1:
+        sys.exit("kvrelay worker: the starting process has ended")

@@ -48,7 +48,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> PromptTokens:
         """A plain text, with what the tokenizer puts around texts (once, if the text already begins with it)."""
-        ids: list[int] = self._hf.encode(text, add_special_tokens=True)
+        ids: list[int] = self._hf.encode(_checked(text, "prompt"), add_special_tokens=True)
         bos = self._hf.bos_token_id
         return PromptTokens(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
@@ -99,7 +99,7 @@ class Tokenizer:
 
     def _encode_rendered(self, text: str) -> list[int]:
         # The template has written the special tokens, BOS included: the tokenizer must not add them again.
-        ids: list[int] = self._hf.encode(text, add_special_tokens=False)
+        ids: list[int] = self._hf.encode(_checked(text, "messages"), add_special_tokens=False)
         return ids
 
     def _render(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, answer: bool) -> str:
@@ -170,3 +170,12 @@ def _parsed(arguments: str) -> Any:
         return json.loads(arguments)
     except json.JSONDecodeError:
         return arguments
+
+
+def _checked(text: str, param: str) -> str:
+    """The text itself. JSON can spell halves of surrogate pairs, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"character {error.start} is half of a surrogate pair", param=param) from error
+    return text

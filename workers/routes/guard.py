@@ -52,14 +52,16 @@ class LimitBody:
         await self._app(scope, _replay(body, receive), send)
 
     async def _receive(self, scope: Scope, receive: Receive) -> Message:
-        self._check(int(dict(scope["headers"]).get(b"content-length", b"0")))
-        parts: list[bytes] = []
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        self._check(int(announced) if announced.isdigit() else 0)
+        parts, num_bytes = [], 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return message
             parts.append(message.get("body", b""))
-            self._check(sum(map(len, parts)))
+            num_bytes += len(parts[-1])
+            self._check(num_bytes)
             if not message.get("more_body", False):
                 return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 

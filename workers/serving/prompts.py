@@ -7,16 +7,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from workers.api.errors import ContextLengthExceeded, InvalidRequest
+from workers.api.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from workers.api.schemas import ChatRequest, CompletionRequest, Prompt
 from workers.engines.base import Engine
 from workers.engines.tokenizer import PromptTokens
 
+RETRY_AFTER_S = 1.0
+
 
 class PromptReader:
-    """Tokenises for one engine. Raises `InvalidRequest` for what its model cannot read."""
+    """Tokenises for one engine, on one event loop. Raises `InvalidRequest` for what its model cannot read, and
+    `Overloaded` when too many prompts wait."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, max_waiting: int):
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
         self._tokenizer = engine.tokenizer
         self._max_model_len = engine.model.max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -82,4 +87,11 @@ class PromptReader:
         self._thread.shutdown()
 
     async def _run(self, encode: Callable[[], PromptTokens]) -> PromptTokens:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"{self._num_waiting} prompts wait for the tokenizer already", retry_after_s=RETRY_AFTER_S)
+        self._num_waiting += 1
+        try:
+            # A caller who has gone leaves at most the text that is being read just then.
+            return await asyncio.wrap_future(self._thread.submit(encode))
+        finally:
+            self._num_waiting -= 1

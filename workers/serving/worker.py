@@ -48,11 +48,10 @@ class Worker:
         self.bundles = bundles
         self.draining = False
         self.metrics = WorkerMetrics()
-        self.prompts = PromptReader(engine)
+        max_at_once = settings.max_running + settings.max_queue
+        self.prompts = PromptReader(engine, max_waiting=max_at_once)
         self.answerer = Answerer(engine, pool, self.metrics)
-        self.prefiller = Prefiller(
-            engine, pool, self.prompts, self.metrics, max_jobs=settings.max_running + settings.max_queue
-        )
+        self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
         self.tickets = TicketOffice(pool, engine.model.name, engine.model.fingerprint)
         self.metrics.watch(

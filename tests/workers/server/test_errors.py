@@ -100,6 +100,19 @@ async def test_a_body_that_is_not_json(served: Served) -> None:
     assert reply.status_code == 400 and error_of(reply)["type"] == "invalid_request_error"
 
 
+async def test_half_a_character_is_no_text(served: Served) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}], "tenant_salt": "' + SALT.encode() + b'"}'
+    reply = await served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and error_of(reply)["param"] == "messages"
+
+
+async def test_prompts_that_wait_for_the_tokenizer_are_bounded(folder: Path) -> None:
+    async with serving(folder, max_running=1, max_queue=0) as served:
+        replies = await asyncio.gather(*(served.http.post("/v1/tokenize", json={"prefix": "dog"}) for _ in range(3)))
+        assert sorted(reply.status_code for reply in replies) == [200, 503, 503]
+        assert (await served.http.post("/v1/tokenize", json={"prefix": "dog"})).status_code == 200
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/tokenize", 405)])
 async def test_routes_that_do_not_exist(served: Served, method: str, path: str, status: int) -> None:
     reply = await served.http.request(method, path)

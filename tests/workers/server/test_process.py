@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import yaml
 import mappers
 from mappers.models import run
 from tests.workers.engines import tiny
-from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, chat_request, content, transfer_request
+from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, chat_request, content, transfer_request, until
 from workers.api.client import WorkerClient
 from workers.api.errors import CacheNotFound, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
@@ -103,19 +103,13 @@ def start(home: Path) -> Iterator[Callable[..., Process]]:
             process.popen.wait()
 
 
-@pytest.fixture
-async def two(start: Callable[..., Process]) -> AsyncIterator[tuple[Process, Process]]:
+async def test_a_handoff_between_two_processes_is_the_replay(
+    start: Callable[..., Process], folder: Path, small_folder: Path, bundle: Path
+) -> None:
     small = start("proc-small")
     url = await asyncio.to_thread(lambda: small.ready["url"])
     large = start("proc-large", "--peer", f"proc-small={url}")
     await asyncio.to_thread(lambda: large.ready)
-    yield small, large
-
-
-async def test_a_handoff_between_two_processes_is_the_replay(
-    two: tuple[Process, Process], folder: Path, small_folder: Path, bundle: Path
-) -> None:
-    small, large = two
     async with small.client() as source, large.client() as target:
         assert (await source.info()).pid == small.popen.pid != (await target.info()).pid
         read = await source.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
@@ -139,22 +133,17 @@ async def test_a_handoff_between_two_processes_is_the_replay(
         written.append(int(model.lm_head(hidden[-1]).argmax()))
     assert content(reply) == words.decode(written, skip_special_tokens=True)
     assert reply["kv_transfer_params"]["path"] == "mapped"
-
-    # The source dies and comes back: its old caches are gone, and that is told as such.
-    assert await asyncio.to_thread(small.end) == 0
+    # The source is told to go: it finishes what it writes, then it is gone, and the target says so.
+    await ends_in_order(small)
     async with large.client() as target:
         with pytest.raises(WorkerUnavailable):
             await target.transfer(request, timeout_s=30)
         assert content(await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30))
     assert await asyncio.to_thread(large.end) == 0
-    assert not segments()
+    assert not segments() and not large.ready_file.exists()
 
 
-async def test_a_worker_ends_in_order(start: Callable[..., Process]) -> None:
-    process = start("proc-small")
-    ready = await asyncio.to_thread(lambda: process.ready)
-    assert ready["pid"] == process.popen.pid and len(segments()) == 1
-    assert f"worker proc-small ready on {ready['url']} with small" in process.log.read_text()
+async def ends_in_order(process: Process) -> None:
     async with process.client() as client:
         assert await client.ready()
         answering = asyncio.create_task(client.chat(chat_request(TALK, max_tokens=200), timeout_s=60))
@@ -165,12 +154,16 @@ async def test_a_worker_ends_in_order(start: Callable[..., Process]) -> None:
         reply = await answering
         assert reply["choices"][0]["finish_reason"] in ("length", "stop")
     assert await asyncio.to_thread(process.popen.wait, 30) == 0
-    assert not segments() and not process.ready_file.exists()
+
+
+LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 
 async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable[..., Process]) -> None:
     first = start("proc-small")
-    await asyncio.to_thread(lambda: first.ready)
+    ready = await asyncio.to_thread(lambda: first.ready)
+    assert ready["pid"] == first.popen.pid
+    assert f"worker proc-small ready on {ready['url']} with small" in first.log.read_text()
     async with first.client() as client:
         cache = await client.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
     first.popen.kill()
@@ -178,26 +171,19 @@ async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable
     first.ready_file.unlink()
     left = segments()
     assert len(left) == 1
-    second = start("proc-small")
-    await asyncio.to_thread(lambda: second.ready)
+    second = start("proc-small", "--die-with-parent", launcher=(sys.executable, "-c", LAUNCHER))
+    pid = (await asyncio.to_thread(lambda: second.ready))["pid"]
     assert len(segments()) == 1 and segments() != left
     async with second.client() as client:
         assert (await client.info()).epoch != cache.epoch
         with pytest.raises(CacheNotFound):
             await client.chat(chat_request(TALK, cache_id=cache.cache_id), timeout_s=30)
-    assert second.end() == 0
 
-
-LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-
-
-def test_a_worker_dies_with_its_parent(start: Callable[..., Process]) -> None:
-    process = start("proc-small", "--die-with-parent", launcher=(sys.executable, "-c", LAUNCHER))
-    pid = process.ready["pid"]
-    assert pid != process.popen.pid
-    process.popen.kill()
-    process.popen.wait()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 30)
+    # It was told to die with its parent, and does so in order.
+    assert pid != second.popen.pid
+    second.popen.kill()
+    second.popen.wait()
+    await until(lambda: not Path(f"/proc/{pid}").exists(), 30)
     assert not segments()
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM
 
+from tests.workers.engines import tiny
 from tests.workers.engines.tiny import greedy
-from tests.workers.server.support import OTHER_SALT, QUESTION, SALT, SYSTEM, TALK, Served, chat_request, content
+from tests.workers.server.support import (
+    OTHER_SALT,
+    QUESTION,
+    SALT,
+    SYSTEM,
+    TALK,
+    Served,
+    chat_request,
+    content,
+    serving,
+)
 from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded
 from workers.api.schemas import Message, PrefillReply, PrefillRequest, Prompt
 
@@ -155,6 +167,14 @@ async def test_a_boundary_that_does_not_exist_is_an_error(served: Served) -> Non
     with pytest.raises(InvalidRequest, match="there are 2 messages"):
         await served.chat(stable_messages=3)
     assert (await served.chat(stable_messages=1))["kv_transfer_params"]["stable_tokens"] == boundary(served)
+
+
+async def test_messages_that_cannot_be_rendered_alone_are_no_prefix(tmp_path: Path) -> None:
+    async with serving(tiny.model_folder(tmp_path / "strict", template="strict")) as served:
+        with pytest.raises(InvalidRequest, match="no stable tokens") as refused:
+            await prefilled(served)
+        assert refused.value.param == "stable_messages"
+        assert (await served.chat(stable_messages=1))["kv_transfer_params"]["stable_tokens"] is None
 
 
 async def test_streams_report_what_was_kept(served: Served) -> None:

@@ -1,0 +1,91 @@
+"""The `workers:` part of kvrelay.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workers.settings import SettingsError, read_secret, read_settings
+
+SMALL = {"id": "small-0", "model": "models/small", "url": "http://127.0.0.1:8101"}
+LARGE = {"id": "large-0", "model": "org/large", "tier": "large", "pool_bytes": "1GiB", "bundles": ["bundles/b"]}
+
+
+def written(folder: Path, *workers: dict[str, Any], **more: Any) -> Path:
+    path = folder / "kvrelay.yaml"
+    by_id = {worker["id"]: {key: value for key, value in worker.items() if key != "id"} for worker in workers}
+    path.write_text(yaml.safe_dump({"workers": by_id, "tiers": {"small": {}}, **more}))
+    return path
+
+
+def test_a_worker_is_read_from_among_the_others(tmp_path: Path) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    path = written(tmp_path, SMALL, LARGE)
+    small, large = read_settings(path, "small-0"), read_settings(path, "large-0")
+    assert (small.host, small.port, small.model) == ("127.0.0.1", 8101, str(tmp_path / "models" / "small"))
+    assert (small.model_name, large.model_name) == ("small", "org/large")
+    assert large.pool_bytes == 2**30 and large.tier == "large"
+    assert (small.peers, large.peers) == ({}, {"small-0": "http://127.0.0.1:8101"})
+
+
+def test_peers_can_be_given_at_start(tmp_path: Path) -> None:
+    path = written(tmp_path, {"id": "small-0", "model": "m"}, LARGE)
+    assert read_settings(path, "large-0").peers == {}
+    given = {"small-0": "http://127.0.0.1:9"}
+    assert read_settings(path, "large-0", peers=given).peers == given
+
+
+def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> None:
+    (tmp_path / "bundles" / "b").mkdir(parents=True)
+    path = written(tmp_path, SMALL, LARGE, bundles=["shared"])
+    assert read_settings(path, "small-0").bundles == ["shared"]
+    assert read_settings(path, "large-0").bundles == [str(tmp_path / "bundles" / "b")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pool_bites": 5}, "workers.small-0.pool_bites: Extra inputs"),
+        ({"device": "tpu"}, "workers.small-0.device.*'tpu'"),
+        ({"dtype": "int8"}, "workers.small-0.dtype.*'float32'.*'int8'"),
+        ({"engine": "other"}, "workers.small-0.engine.*'transformers'"),
+        ({"url": "127.0.0.1:80"}, "workers.small-0.url.*http://"),
+        ({"peers": {"x": "ftp://y"}}, "workers.small-0.peers.*ftp://y"),
+        ({"max_queue": -1}, "workers.small-0.max_queue.*-1"),
+        ({"pool_bytes": "much"}, "workers.small-0.pool_bytes.*'much'"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        read_settings(written(tmp_path, SMALL | changes), "small-0")
+
+
+def test_unknown_workers_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="unknown worker 'big'; .* has: large-0, small-0"):
+        read_settings(written(tmp_path, SMALL, LARGE), "big")
+    with pytest.raises(SettingsError, match="workers"):
+        read_settings(written(tmp_path), "small-0")
+    with pytest.raises(SettingsError, match=r"workers.*\.\./x"):
+        read_settings(written(tmp_path, SMALL | {"id": "../x"}), "small-0")
+    (tmp_path / "kvrelay.yaml").write_text("workers: [")
+    with pytest.raises(SettingsError, match="cannot read"):
+        read_settings(tmp_path / "kvrelay.yaml", "small-0")
+    with pytest.raises(SettingsError, match="nowhere.yaml"):
+        read_settings(tmp_path / "nowhere.yaml", "small-0")
+
+
+def test_the_secret_comes_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef\n")
+    assert read_secret({"KVRELAY_SECRET_FILE": str(path)}) == "0123456789abcdef"
+    path.write_text("short")
+    for environ, says in [
+        ({}, "set KVRELAY_SECRET_FILE"),
+        ({"KVRELAY_SECRET_FILE": str(path)}, "5 characters"),
+        ({"KVRELAY_SECRET_FILE": str(tmp_path / "none")}, "none"),
+    ]:
+        with pytest.raises(SettingsError, match=says):
+            read_secret(environ)
