@@ -8,44 +8,46 @@ the pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    key: bytes
+    cache_id: str
 
 
 class PrefixIndex:
     def __init__(self) -> None:
-        self._block_by_key: dict[bytes, int] = {}
-        self._key_by_block: dict[int, bytes] = {}
-        self._cache_by_block: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._block_by_key)
+        self._blocks_by_key: dict[bytes, list[int]] = {}  # equal contents, the newest last
+        self._by_block: dict[int, _Indexed] = {}
 
     def add(self, keys: Sequence[bytes], blocks: Sequence[int], cache_id: str) -> None:
-        """Key i names block i, which that cache uses. Of two blocks with one key the newer is kept: it lives longer."""
+        """Key i names block i, which that cache uses."""
         for key, block in zip(keys, blocks, strict=False):
-            before = self._block_by_key.get(key)
-            if before is not None:
-                self._key_by_block.pop(before)
-            self._block_by_key[key] = block
-            self._key_by_block[block] = key
-            self._cache_by_block[block] = cache_id
+            if block not in self._by_block:
+                self._blocks_by_key.setdefault(key, []).append(block)
+            self._by_block[block] = _Indexed(key, cache_id)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix."""
         blocks = []
         for key in keys:
-            block = self._block_by_key.get(key)
-            if block is None:
+            if key not in self._blocks_by_key:
                 break
-            blocks.append(block)
+            blocks.append(self._blocks_by_key[key][-1])
         return blocks
 
     def cache_of(self, block: int) -> str:
         """The cache that last brought this block in."""
-        return self._cache_by_block[block]
+        return self._by_block[block].cache_id
 
     def forget(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._cache_by_block.pop(block, None)
-            key = self._key_by_block.pop(block, None)
-            if key is not None:
-                del self._block_by_key[key]
+            indexed = self._by_block.pop(block, None)
+            if indexed is None:
+                continue
+            equal = self._blocks_by_key[indexed.key]
+            equal.remove(block)
+            if not equal:
+                del self._blocks_by_key[indexed.key]

@@ -202,13 +202,14 @@ def test_a_mapped_cache_beside_an_exact_one_does_not_take_its_place(pool: Pool) 
         assert match.blocks == exact.blocks
 
 
-def test_of_two_equal_caches_either_is_found_while_the_newer_lives(pool: Pool) -> None:
-    old, new = store(pool, 8), store(pool, 8)
-    pool.drop(old.cache_id, SALT)
-    with pool.match_prefix(old.token_ids, SALT) as match:
-        assert match.blocks == new.blocks
-    pool.drop(new.cache_id, SALT)
-    assert pool.match_prefix(old.token_ids, SALT).blocks == ()
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_of_two_equal_caches_the_one_that_is_left_is_found(pool: Pool, dropped: int) -> None:
+    caches = [store(pool, 8), store(pool, 8)]
+    pool.drop(caches.pop(dropped).cache_id, SALT)
+    with pool.match_prefix(caches[0].token_ids, SALT) as match:
+        assert match.blocks == caches[0].blocks
+    pool.drop(caches[0].cache_id, SALT)
+    assert pool.match_prefix(caches[0].token_ids, SALT).blocks == ()
 
 
 def test_a_freed_block_is_no_longer_found(pool: Pool) -> None:
