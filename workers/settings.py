@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from workers.engines import ENGINES
+
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
 MIN_SECRET_CHARS = 16
 
@@ -48,7 +50,7 @@ class WorkerSettings(BaseModel):
     tier: str = "small"
     model: str
     name: str | None = None
-    engine: Literal["transformers"] = "transformers"
+    engine: str = "transformers"
     url: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65_535)
@@ -74,6 +76,13 @@ class WorkerSettings(BaseModel):
             parts = urlsplit(values["url"])
             return {"host": parts.hostname or "127.0.0.1", "port": parts.port or 80} | values
         return values
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, engine: str) -> str:
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine; known: {', '.join(sorted(ENGINES))}")
+        return engine
 
     @field_validator("url", "peers")
     @classmethod

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
-from workers.engines import load_engine
+from workers.engines import ENGINES, load_engine
 from workers.engines.base import Engine
 
 torch.set_num_threads(1)
@@ -24,8 +24,8 @@ def reference(folder: Path) -> LlamaForCausalLM:
     return tiny.reference(folder)
 
 
-@pytest.fixture
-async def engine(folder: Path) -> AsyncIterator[Engine]:
-    engine = load_engine(tiny.settings_for(folder, max_running=2, max_queue=2))
+@pytest.fixture(params=sorted(ENGINES))
+async def engine(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    engine = load_engine(tiny.settings_for(folder, engine=request.param, max_running=2, max_queue=2))
     yield engine
     await engine.aclose()

@@ -26,7 +26,7 @@ from workers.api.errors import CacheNotFound, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
 
 ROOT = Path(__file__).parents[3]
-START_S = 60.0
+START_S = 120.0
 TALK = [SYSTEM, QUESTION]
 HEAD, TAIL, NUM = 4, 16, 8
 
@@ -140,6 +140,7 @@ async def test_a_handoff_between_two_processes_is_the_replay(
             await target.transfer(request, timeout_s=30)
         assert content(await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30))
     assert await asyncio.to_thread(large.end) == 0
+    assert not any(QUESTION.text in process.log.read_text() for process in (small, large))
     assert not segments() and not large.ready_file.exists()
 
 

@@ -51,7 +51,7 @@ def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> 
         ({"pool_bites": 5}, "workers.small-0.pool_bites: Extra inputs"),
         ({"device": "tpu"}, "workers.small-0.device.*'tpu'"),
         ({"dtype": "int8"}, "workers.small-0.dtype.*'float32'.*'int8'"),
-        ({"engine": "other"}, "workers.small-0.engine.*'transformers'"),
+        ({"engine": "other"}, "workers.small-0.engine.*known: transformers.*'other'"),
         ({"url": "127.0.0.1:80"}, "workers.small-0.url.*http://"),
         ({"peers": {"x": "ftp://y"}}, "workers.small-0.peers.*ftp://y"),
         ({"max_queue": -1}, "workers.small-0.max_queue.*-1"),
