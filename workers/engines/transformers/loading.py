@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint
@@ -23,6 +24,7 @@ from workers.settings import SettingsError, WorkerSettings
 def load(settings: WorkerSettings) -> TransformersEngine:
     """The engine of one worker, its model in memory. Raises `SettingsError`."""
     torch.set_num_threads(settings.num_threads)  # this thread loads the weights
+    disable_progress_bar()  # a worker's log is no terminal
     try:
         folder = local_folder(settings.model)
         model = _load_model(settings, folder)
