@@ -15,7 +15,7 @@ it knows no HTTP of either side.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -95,9 +95,17 @@ class Cascade:
                 await self.look_up()
                 stream = await self._ROUTES[self.decision.route](self)
                 self._began(stream)
-                async for chunk in stream:
+                async for chunk in self._timed(stream):
                     yield chunk
                 await self._ended(stream)
+
+    async def _timed(self, stream: Stream) -> AsyncIterator[Chunk]:
+        before = stream.last_at
+        async for chunk in stream:
+            if stream.last_at > before:
+                self._parts.metrics.inter_token_latency.labels(stream.worker.tier).observe(stream.last_at - before)
+            before = stream.last_at
+            yield chunk
 
     async def look_up(self) -> None:
         """What the registry knows of this prompt, for every tier that may be asked."""
@@ -335,10 +343,9 @@ class Cascade:
 
     def _began(self, stream: Stream) -> None:
         turn, now = self._turn, time.monotonic()
-        turn.phase = "stream"
+        turn.began(now)
         turn.report.tier = stream.worker.tier
         turn.model = self._parts.fleet.tiers[stream.worker.tier].model
-        turn.report.ttft_ms = turn.since_arrival_ms(now)
         if turn.escalated_at is not None and stream.worker.tier == self.target.name:
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
         self._parts.metrics.began(turn.report, turn.overhead_ms)

@@ -100,8 +100,11 @@ class Fleet:
     async def _watch(self, worker: Worker) -> None:
         while True:
             await asyncio.sleep(self._settings.deadlines.worker_poll_s * (0.8 + 0.4 * random.random()))
+            was_up = worker.is_up
             try:
                 await worker.look()
+                if worker.is_up != was_up:
+                    log.info("worker_up" if worker.is_up else "worker_down", worker=worker.id)
             except Exception as error:  # a bug must not end the watch
                 log.error("watch_failed", worker=worker.id, error=repr(error))
 

@@ -169,16 +169,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return env_settings, init_settings
 
-    @field_validator("workers", mode="before")
-    @classmethod
-    def _by_id(cls, workers: Any) -> Any:
-        """A list of workers that each have an `id` is taken as well."""
-        if not isinstance(workers, list) or not all(isinstance(worker, dict) for worker in workers):
-            return workers
-        ids = [str(worker.get("id")) for worker in workers]
-        _unique("workers", ids)
-        return dict(zip(ids, workers, strict=True))
-
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         names = [tier.name for tier in self.tiers]

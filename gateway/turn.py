@@ -126,6 +126,7 @@ class Turn:
     model: str = ""  # the answering model's public name
     phase: str = "admission"
     waited_s: float = 0.0  # for the client's body, and for workers
+    overhead_ms: float = 0.0  # up to the first token
     escalated_at: float | None = None
     known: dict[str, Known] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
@@ -160,10 +161,11 @@ class Turn:
         finally:
             self.waited_s += time.monotonic() - started
 
-    @property
-    def overhead_ms(self) -> float:
-        """Time since arrival that neither the client nor a worker is to blame for."""
-        return (time.monotonic() - self.arrived_at - self.waited_s) * 1000
+    def began(self, at: float) -> None:
+        """The first token is there. What until then was neither the client's nor a worker's time is ours."""
+        self.phase = "stream"
+        self.report.ttft_ms = self.since_arrival_ms(at)
+        self.overhead_ms = max(0.0, self.report.ttft_ms - self.waited_s * 1000)
 
     def since_arrival_ms(self, at: float) -> float:
         return (at - self.arrived_at) * 1000

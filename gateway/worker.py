@@ -157,7 +157,8 @@ class Stream:
 
     def __init__(self, worker: Worker, chunks: AsyncGenerator[Chunk, None], attempt: Attempt, deadline: Deadline):
         self.worker = worker
-        self.first_at: float | None = None
+        self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
+        self.last_at = 0.0  # its latest chunk
         self.has_ended = False
         self.answer = Gathered()
         self._chunks = chunks
@@ -209,8 +210,9 @@ class Stream:
             self.answer.add(chunk)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none: {error!r}") from error
+        self.last_at = time.monotonic()
         if self.answer.has_content and self.first_at is None:
-            self.first_at = time.monotonic()
+            self.first_at = self.last_at
             self._attempt.succeed()
 
 

@@ -39,11 +39,6 @@ def test_keys_of_the_worker_pass(tmp_path: Path) -> None:
     assert settings.workers["small-0"].url == WORKER["url"]
 
 
-def test_workers_may_be_a_list_with_ids() -> None:
-    workers = [WORKER | {"id": "small-0"}, WORKER | {"id": "large-0", "tier": "large"}]
-    assert list(from_values(values(workers=workers)).workers) == ["small-0", "large-0"]
-
-
 def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVRELAY_REGISTRY__URL", "redis://cache:6379/0")
     monkeypatch.setenv("KVRELAY_SECRET_FILE", "/run/secrets/kvrelay")
@@ -79,7 +74,6 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"workers": {"a": WORKER | {"tier": "huge"}}}, "workers.a.tier: unknown tier 'huge'; known: small, large"),
         ({"workers": {"a": WORKER | {"url": "127.0.0.1:8001"}}}, "workers.a.url: needs an http:// or https:// URL"),
         ({"workers": {"a b": WORKER}}, "workers.a b"),
-        ({"workers": [WORKER | {"id": "a"}, WORKER | {"id": "a"}]}, "workers: 'a' stands twice"),
         ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, got 'etcd://x'"),
         ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
         ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, max_entries, timeout_ms"),

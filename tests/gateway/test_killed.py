@@ -1,0 +1,125 @@
+"""A worker process that is killed, frozen, or started anew on the same port, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.app import create_app
+from gateway.settings import from_values
+from tests.gateway.stack import MESSAGES, Stack, fakes, right_answer, text, told, values
+from tests.serving import free_socket, serving, url_of
+from workers.api.fake import FAKE_SECRET
+
+ROOT = Path(__file__).parents[2]
+REQUEST_S = 3.0
+SERVE = """
+import sys, uvicorn
+from workers.api.fake import FakeWorker
+worker = FakeWorker("small-0", "fake-small")
+worker.delay("prefill", float(sys.argv[2]))
+uvicorn.run(worker, port=int(sys.argv[1]), log_config=None)
+"""
+
+
+@contextmanager
+def small_process(port: int, *, prefill_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
+    """A fake small worker in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(port), str(prefill_s)], cwd=ROOT)
+    try:
+        until = time.monotonic() + 30
+        while not _answers(port):
+            assert process.poll() is None and time.monotonic() < until, "the worker did not start"
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait(10)
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/livez", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+async def stack(port: int) -> AsyncIterator[Stack]:
+    """The large worker and the gateway live here; whoever listens on `port` is the small one."""
+    small, large = fakes()
+    with ExitStack() as opened:
+        listeners = {"large-0": opened.enter_context(free_socket()), "gateway": opened.enter_context(free_socket())}
+        workers = {
+            "small-0": {"tier": "small", "url": f"http://127.0.0.1:{port}"},
+            "large-0": {"tier": "large", "url": url_of(listeners["large-0"])},
+        }
+        deadlines = {"request_s": REQUEST_S, "decode_reserve_s": 0.2, "worker_poll_s": 0.1}
+        app = create_app(from_values(values(workers=workers, deadlines=deadlines)), FAKE_SECRET)
+        opened.enter_context(serving({listeners["large-0"]: large, listeners["gateway"]: app}))
+        url = url_of(listeners["gateway"])
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield Stack(small, large, app, http, url)
+
+
+async def small_is(stack: Stack, usable: bool) -> None:
+    until = time.monotonic() + 20
+    while (await stack.http.get("/readyz")).json()["tiers"]["small"] is not usable:
+        assert time.monotonic() < until, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+async def test_killed_in_the_middle_of_its_prefill(stack: Stack, port: int) -> None:
+    with small_process(port, prefill_s=30.0) as process:
+        await small_is(stack, True)
+        request = asyncio.create_task(stack.chat())
+        await asyncio.sleep(0.3)
+        process.kill()
+        reply = await request
+        assert told(reply)["path"] == "fallback:small_worker_unavailable"
+        assert text(reply) == right_answer(stack.large, MESSAGES)
+    await small_is(stack, False)
+    assert told(await stack.chat())["path"].startswith("fallback:small_no_usable_worker")
+
+
+async def test_frozen(stack: Stack, port: int) -> None:
+    with small_process(port) as process:
+        await small_is(stack, True)
+        process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        reply = await stack.chat()
+        assert time.monotonic() - started < REQUEST_S
+        assert told(reply)["path"] == "fallback:small_deadline_exceeded"
+        assert text(reply) == right_answer(stack.large, MESSAGES)
+
+
+async def test_started_anew_on_the_same_port(stack: Stack, port: int) -> None:
+    with small_process(port):
+        await small_is(stack, True)
+        assert told(await stack.chat())["path"] == "prefill"
+        assert told(await stack.chat())["path"] == "exact"
+    await small_is(stack, False)
+    with small_process(port):
+        await small_is(stack, True)
+        reply = await stack.chat()
+        assert told(reply)["path"] == "prefill", "the cache of the first process is gone, and nobody asks for it"
+        assert text(reply) == right_answer(stack.small, MESSAGES)
+        assert stack.metric("worker_restarts_total", target="small-0") == 1
+        assert stack.metric("prefix_cache_stale_total", tier="small") == 0
