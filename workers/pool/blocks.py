@@ -1,4 +1,4 @@
-"""Copies between a pool's blocks and contiguous per-layer tensors. Pure functions over tensors, on any device.
+"""Copies between a pool's blocks and per-layer tensors. Pure functions over tensors, on any device.
 
     tokens      begin ........................... end
     blocks      |  first, cut  | whole blocks | last, cut  |
@@ -42,9 +42,10 @@ def block_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
 
 
 def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | str = "cpu") -> KVCache:
-    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype; its layers are views of one allocation."""
-    shape = (layout.num_layers, 2, layout.num_kv_heads, end - begin, layout.head_dim)
-    stack = torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device)  # (L, 2, H, T, D)
+    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype. Its layers `(H, T, D)` are views of one
+    allocation that is token-major as blocks are, so that a block's layer moves in one run of memory."""
+    shape = (layout.num_layers, 2, end - begin, layout.num_kv_heads, layout.head_dim)
+    stack = torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device).transpose(2, 3)  # (L, 2, H, T, D)
     return KVCache(tuple(stack[:, KEY].unbind()), tuple(stack[:, VALUE].unbind()), begin)
 
 
@@ -79,8 +80,8 @@ def copy_out(data: Tensor, blocks: Sequence[int], out: KVCache) -> None:
     """Fill `out` with tokens `[out.start, out.start + out.num_tokens)` of the sequence in `blocks` of `data`."""
     for piece in pieces(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
         for layer, (keys, values) in enumerate(zip(out.keys, out.values, strict=True)):
-            _window(keys, piece).copy_(_take(data[:, layer, KEY], piece))
-            _window(values, piece).copy_(_take(data[:, layer, VALUE], piece))
+            _take(data[:, layer, KEY], piece, _window(keys, piece))
+            _take(data[:, layer, VALUE], piece, _window(values, piece))
 
 
 def copy_in(data: Tensor, blocks: Sequence[int], source: KVCache) -> None:
@@ -111,25 +112,30 @@ def check_range(blocks: Sequence[int], begin: int, end: int, block_tokens: int) 
 
 
 def _window(layer: Tensor, piece: Piece) -> Tensor:
-    """The piece's place in a contiguous layer `(H, T, D)`, as a view `(H, blocks, tokens, D)`."""
+    """The piece's place in a layer `(H, T, D)`, as a view `(blocks, tokens, H, D)`."""
     heads, _, dim = layer.shape
     window = layer[:, piece.at : piece.at + piece.num_tokens]
-    return window.view(heads, len(piece.blocks), piece.high - piece.low, dim)
+    return window.view(heads, len(piece.blocks), piece.high - piece.low, dim).permute(1, 2, 0, 3)
 
 
-def _take(store: Tensor, piece: Piece) -> Tensor:
-    """The piece out of one layer's blocks `(num_blocks, block_tokens, H, D)`, as `(H, blocks, tokens, D)`."""
+def _take(store: Tensor, piece: Piece, window: Tensor) -> None:
+    """Fill the piece's window from one layer's blocks `(num_blocks, block_tokens, H, D)`."""
     span = _span(piece.blocks)
-    rows = store[span] if span else store.index_select(0, _index(piece, store))
-    return rows[:, piece.low : piece.high].permute(2, 0, 1, 3)
+    if span:
+        window.copy_(store[span, piece.low : piece.high])
+    elif window.is_contiguous() and (window.dtype, window.device) == (store.dtype, store.device):
+        torch.index_select(store, 0, _index(piece, store), out=window)
+    else:
+        window.copy_(store.index_select(0, _index(piece, store)))
 
 
 def _give(store: Tensor, piece: Piece, window: Tensor) -> None:
-    rows, span = window.permute(1, 2, 0, 3), _span(piece.blocks)  # (blocks, tokens, H, D)
+    """Write the piece's window to one layer's blocks."""
+    span = _span(piece.blocks)
     if span:
-        store[span, piece.low : piece.high].copy_(rows)
+        store[span, piece.low : piece.high].copy_(window)
     else:
-        store.index_copy_(0, _index(piece, store), rows.to(store.dtype))
+        store.index_copy_(0, _index(piece, store), window.to(store))
 
 
 def _span(blocks: tuple[int, ...]) -> slice | None:

@@ -1,4 +1,4 @@
-"""`PoolMemory`: copies between the blocks of a pool and contiguous tensors. Knows no cache, no tenant, no lock.
+"""`PoolMemory`: copies between the blocks of a pool and whole tensors. Knows no cache, no tenant, no lock.
 
 The caller holds the blocks, and alone writes to those that it writes to; both hold of what `Pool` gives out.
 """
@@ -34,10 +34,10 @@ class PoolMemory:
         return self.arena.export()
 
     def gather(self, blocks: Sequence[int], begin: int, end: int, out: KVCache | None = None) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, as contiguous layers `(H, T, D)`.
+        """Tokens `[begin, end)` of the sequence in `blocks`, as layers `(H, T, D)` (views of token-major memory).
 
         With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled; they may be views
-        and of another dtype.
+        in any memory order and of another dtype.
         """
         self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)

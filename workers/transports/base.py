@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
@@ -34,9 +35,11 @@ class Reader:
         self._data: Tensor | None = data  # (num_blocks, L, 2, block_tokens, H, D)
         self._generations = generations
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     def read(self, blocks: Sequence[int], generations: Sequence[int], begin: int, end: int) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, on the pool's device.
+        """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, on the pool's device, as
+        views `(H, T, D)` of token-major memory that stand until this thread's next read.
 
         `generations` are the ticket's, one a block. `CacheStale` if a block was freed or written since, or while it was
         copied; `TransferFailed` for blocks that the pool lacks.
@@ -49,7 +52,7 @@ class Reader:
             if self._data is None:
                 raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
             self._check(blocks[touched], generations[touched])
-            copy = empty_cache(self.layout, begin, end, self._data.device)
+            copy = self._staging(begin, end, self._data.device)
             copy_out(self._data, blocks, copy)
             self._synchronize()
             self._check(blocks[touched], generations[touched])
@@ -64,7 +67,16 @@ class Reader:
         with self._lock:
             if self._data is not None:
                 self._data = None
+                self._local = threading.local()
                 self._unmap()
+
+    def _staging(self, begin: int, end: int, device: torch.device) -> KVCache:
+        """Room for a copy: this thread's own, kept from chunk to chunk and grown for a longer one."""
+        room: KVCache | None = getattr(self._local, "room", None)
+        if room is None or room.num_tokens < end - begin:
+            room = self._local.room = empty_cache(self.layout, 0, end - begin, device)
+        part = room.slice(0, end - begin)
+        return KVCache(part.keys, part.values, begin)
 
     def _owner_alive(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,26 @@ def test_a_chunk_is_a_copy(owner: LocalOwner | RemoteOwner, readers: Readers) ->
     owner.free(ticket)
     owner.ticket(60, seed=2)
     assert_same(chunk, random_kv(0, 8, seed=1))
+
+
+def test_a_threads_next_read_reuses_its_room_and_another_threads_does_not(
+    owner: LocalOwner | RemoteOwner, readers: Readers
+) -> None:
+    ticket = owner.ticket(16, seed=1)
+    reader, chunks = opened(readers, ticket), []
+
+    def read(begin: int, end: int) -> None:
+        chunks.append(reader.read(ticket.blocks, ticket.generations, begin, end))
+
+    read(0, 8)
+    other = threading.Thread(target=read, args=(8, 16))
+    other.start()
+    other.join()
+    assert_same(chunks[0], random_kv(0, 16, seed=1).slice(0, 8))
+    read(8, 14)
+    assert chunks[2].keys[0].data_ptr() == chunks[0].keys[0].data_ptr() != chunks[1].keys[0].data_ptr()
+    for chunk, (begin, end) in zip(chunks[1:], ((8, 16), (8, 14)), strict=True):
+        assert_same(chunk, random_kv(0, 16, seed=1).slice(begin, end))
 
 
 def test_a_freed_cache_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
