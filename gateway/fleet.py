@@ -19,6 +19,8 @@ from gateway.worker import Worker
 from workers.api.client import WorkerClient
 from workers.api.errors import ModelNotFound
 
+DOWN_POLL_S = 0.25
+
 log = structlog.get_logger()
 
 
@@ -99,7 +101,7 @@ class Fleet:
 
     async def _watch(self, worker: Worker) -> None:
         while True:
-            await asyncio.sleep(self._settings.deadlines.worker_poll_s * (0.8 + 0.4 * random.random()))
+            await asyncio.sleep(self._pause_s(worker) * (0.8 + 0.4 * random.random()))
             was_up = worker.is_up
             try:
                 await worker.look()
@@ -107,6 +109,11 @@ class Fleet:
                     log.info("worker_up" if worker.is_up else "worker_down", worker=worker.id)
             except Exception as error:  # a bug must not end the watch
                 log.error("watch_failed", worker=worker.id, error=repr(error))
+
+    def _pause_s(self, worker: Worker) -> float:
+        """One that is down is asked more often: it may be just about to start."""
+        poll_s = self._settings.deadlines.worker_poll_s
+        return poll_s if worker.is_up else min(poll_s, DOWN_POLL_S)
 
     def _tier(self, tier: TierSettings) -> Tier:
         gate = Gate(

@@ -200,8 +200,9 @@ class Stream:
                 self.has_ended = True
                 return
             self._read(chunk)
-        except BaseException as error:
+        except KvrelayError as error:
             self._attempt.end(error)
+            await self.aclose()
             raise
         self._held.append(chunk)
 

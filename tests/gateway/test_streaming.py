@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -126,6 +127,15 @@ async def test_a_small_answer_that_breaks_before_it_is_judged_falls_back(stack: 
     reply, frames = await streamed(stack)
     assert reply.headers["x-kvrelay-path"] == "fallback:small_worker_unavailable"
     assert joined(frames) == right_answer(stack.large, MESSAGES)
+
+
+async def test_a_broken_small_answer_gives_its_place_back_at_once(stack: Stack) -> None:
+    stack.small.cut_after = 2
+    stack.large.delay("chat", 0.5)
+    request = asyncio.create_task(stack.chat())
+    await eventually(lambda: bool(stack.large.made("chat")))
+    assert stack.metric("num_requests_running", tier="small") == 0
+    assert (await request).status_code == 200
 
 
 async def test_another_models_text_is_never_spliced_in(stack: Stack) -> None:
