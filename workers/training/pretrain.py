@@ -38,7 +38,7 @@ SHAPES = {
 SEEDS = {"small": 1, "large": 2}
 LENGTHS = (256, 512, 1024, 2304)
 TOKENS_A_STEP = 4608
-PEAK_RATE = 3e-3
+PEAK_RATES = {"small": 3e-3, "large": 1.2e-3}
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
@@ -104,9 +104,9 @@ def batches(stream: Iterator[list[int]], seed: int) -> Iterator[Tensor]:
         left = left[count * length :]
 
 
-def rate_at(progress: float) -> float:
-    """Learning rate at a share of the run: a short warm-up, then a cosine to a fiftieth."""
-    return PEAK_RATE * min(1.0, progress / 0.02 + 0.02) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+def rate_share(progress: float) -> float:
+    """Of the peak learning rate, at a share of the run: a short warm-up, then a cosine to a fiftieth."""
+    return min(1.0, progress / 0.03 + 0.02) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def train(
@@ -116,13 +116,13 @@ def train(
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATES[name], betas=(0.9, 0.95))
     started, seen = time.monotonic(), 0
     for step, batch in enumerate(batches(token_stream(name, tokenizer, talks), seed=SEEDS[name])):
         if seen >= num_tokens:
             break
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(seen / num_tokens)
+            group["lr"] = PEAK_RATES[name] * rate_share(seen / num_tokens)
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
