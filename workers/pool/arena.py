@@ -121,11 +121,12 @@ class ShmArena(Arena):
 
     def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
         self._segment = Segment.create(worker, Header(num_blocks, block_bytes(layout), epoch), directory)
+        self._host = host_id(directory)
         data = segment_data(self._segment, layout)
         super().__init__(layout, data, self._segment.generations, epoch)
 
     def export(self) -> PoolExport:
-        address: dict[str, str | int] = {"name": self._segment.name, "host": host_id()}
+        address: dict[str, str | int] = {"name": self._segment.name, "host": self._host}
         return PoolExport(kind=self.kind, address=address, num_blocks=self.num_blocks, epoch=self.epoch)
 
     def close(self) -> None:
@@ -146,9 +147,11 @@ def heap_arena(epoch: str) -> Arena | None:
     return _HEAP.get(epoch)
 
 
-def host_id() -> str:
-    """The running kernel's id: two processes with the same one may share memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def host_id(directory: Path = SHM) -> str:
+    """Names the running kernel and the mounted file system: two containers of one machine see different ones unless
+    they share the mount. Processes with the same id can share files there."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{directory.stat().st_dev}"
 
 
 def new_epoch() -> str:

@@ -100,13 +100,15 @@ def device_tensor(address: int, num_blocks: int, layout: KVLayout, device: int) 
 
 
 class CudaArena(Arena):
-    """Blocks on the current CUDA device."""
+    """Blocks on the current CUDA device. All work on them goes to the device's default stream, which keeps it in order:
+    a block is not cleared before the copies out of it that were issued earlier."""
 
     kind = "cuda_ipc"
 
     def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
         self._runtime = CudaRuntime()
         self._device = torch.cuda.current_device()
+        self._host = host_id(directory)
         self._segment = Segment.create(worker, Header(num_blocks, 0, epoch), directory)
         try:
             self._address: int | None = self._runtime.malloc(num_blocks * block_bytes(layout))
@@ -122,7 +124,7 @@ class CudaArena(Arena):
         assert self._address is not None, "a closed pool gives no tickets"
         address: dict[str, str | int] = {
             "name": self._segment.name,
-            "host": host_id(),
+            "host": self._host,
             "handle": self._runtime.ipc_handle(self._address).hex(),
             "gpu": self._runtime.pci_bus_id(self._device),
         }

@@ -54,9 +54,9 @@ class ShmTransport(Transport):
 
 def attach(export: PoolExport, directory: Path) -> Segment:
     """The file that the export names, if it lies on this host."""
-    host = text_at(export, "host")
-    if host != host_id():
-        raise TransferFailed(f"the pool lies on host {host}; this is {host_id()}")
+    theirs, ours = text_at(export, "host"), host_id(directory)
+    if theirs != ours:
+        raise TransferFailed(f"the pool's memory is on host {theirs}; {directory} here is on {ours}")
     return Segment.attach(text_at(export, "name"), directory)
 
 

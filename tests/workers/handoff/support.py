@@ -15,6 +15,8 @@ from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, Output
 from mappers.mapper import Mapper, probe_name
 from mappers.rope import Rope
 from tests.workers.pool.support import LAYOUT, SALT, random_kv
+from tests.workers.transports.owner import FINGERPRINT, RemoteOwner
+from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
 from workers.engines.compute import Compute
 from workers.handoff import Handoffs, HandoffTarget
@@ -28,7 +30,7 @@ from workers.transports.readers import Readers
 
 SOURCE_LAYOUT = LAYOUT
 TARGET_LAYOUT = KVLayout(num_layers=4, num_kv_heads=3, head_dim=8, block_tokens=8, dtype="float32")
-SOURCE, TARGET = "51" * 32, "7a" * 32
+SOURCE, TARGET = FINGERPRINT, "7a" * 32
 CHUNK_TOKENS = 16
 NUM_BLOCKS = 64
 
@@ -187,6 +189,19 @@ class ForgingPeer:
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
         self.num_released += 1
         await self._office.release(cache_id, lease_id, timeout_s=timeout_s)
+
+
+class RemotePeer:
+    """A peer in a process of its own, asked for its tickets directly."""
+
+    def __init__(self, owner: RemoteOwner):
+        self._owner = owner
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        return self._owner.ticket_for(cache_id, request.ttl_s)
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        raise WorkerUnavailable("killed")
 
 
 class FrozenPeer:

@@ -9,6 +9,7 @@ from tests.workers.handoff.support import (
     SOURCE_LAYOUT,
     TARGET_LAYOUT,
     Pair,
+    RemotePeer,
     make_pair,
     native_kv,
     random_mapper,
@@ -16,11 +17,13 @@ from tests.workers.handoff.support import (
     until,
 )
 from tests.workers.pool.support import SALT, random_kv
+from tests.workers.transports.owner import RemoteOwner
 from workers.api.errors import CacheMismatch
-from workers.api.schemas import TransferReply
+from workers.api.schemas import TransferReply, TransferRequest
 from workers.digest import token_digest
 from workers.handoff import chunks
 from workers.pool.entries import Span
+from workers.pool.segment import reclaim_dead_segments
 
 
 def handed_over(pair: Pair, reply: TransferReply) -> KVCache:
@@ -104,6 +107,26 @@ async def test_a_cache_that_is_dropped_while_leased_still_arrives(pair: Pair) ->
     expected = offline(48, 4, random_kv(0, 48))
     assert (handed_over(pair, reply).keys[2] - expected.keys[2]).abs().max() < 1e-5
     await until(lambda: pair.source.stats.free_blocks == pair.source.stats.num_blocks, "the source's blocks")
+
+
+async def test_a_source_that_is_killed_meanwhile_leaves_what_it_had_written(pair: Pair) -> None:
+    """Memory that is mapped stays, and its owner writes no more: what is read is right, or it is stale."""
+    owner = RemoteOwner("shm", num_blocks=64)
+    try:
+        ticket = owner.ticket(200, seed=6)
+        pair.before_steps(lambda i: owner.kill() if i == 5 else None)
+        wanted = TransferRequest(
+            cache_id=ticket.cache_id, source_worker="small-0", tenant_salt=SALT, deadline_ms=60_000
+        )
+        reply = await pair.handoffs.transfer(wanted, peer=RemotePeer(owner))
+    finally:
+        owner.kill()
+        reclaim_dead_segments()
+    expected, found = offline(200, 4, random_kv(0, 200, seed=6)), handed_over(pair, reply)
+    assert max(float((a - b).abs().max()) for a, b in zip(found.keys, expected.keys, strict=True)) < 1e-5
+    pair.target.readers.sweep()
+    assert pair.target.readers.peers == []
+    await pair.handoffs.aclose()
 
 
 async def test_others_compute_between_the_chunks(pair: Pair) -> None:

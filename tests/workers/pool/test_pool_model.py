@@ -211,5 +211,5 @@ class PoolModel(RuleBasedStateMachine):
         assert self.pool.stats.num_leases == len(self.leases)
 
 
-PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPoolModel = PoolModel.TestCase

@@ -22,7 +22,7 @@ from workers.pool.pool import Pool
 from workers.pool.segment import SHM
 from workers.pool.tickets import TicketOffice
 
-FINGERPRINT = "f0" * 32
+FINGERPRINT = "51" * 32
 
 
 class LocalOwner:
@@ -31,14 +31,18 @@ class LocalOwner:
         self.pool = Pool(
             create_arena(kind, layout, budget, worker="test-owner", epoch=new_epoch(), directory=directory)
         )
+        self._office = TicketOffice(self.pool, "small", FINGERPRINT)
         self._layout = layout
 
     def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
         """A new cache of `random_kv(0, num_tokens, seed)`, leased."""
         ids, kv = range(num_tokens), random_kv(0, num_tokens, seed, self._layout)
         entry = self.pool.store(ids, kv, SALT, ttl_s=600)
-        office = TicketOffice(self.pool, "small", FINGERPRINT)
-        return office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
+        return self.ticket_for(entry.cache_id, ttl_s=600)
+
+    def ticket_for(self, cache_id: str, ttl_s: float) -> Ticket:
+        """Another lease of it."""
+        return self._office.ticket(self.pool.lease(cache_id, SALT, ttl_s=ttl_s))
 
     def free(self, ticket: Ticket) -> None:
         """As when the cache is dropped and its lease has expired."""
@@ -73,6 +77,9 @@ class RemoteOwner:
 
     def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
         return Ticket.model_validate(self._ask("ticket", num_tokens, seed))
+
+    def ticket_for(self, cache_id: str, ttl_s: float) -> Ticket:
+        return Ticket.model_validate(self._ask("ticket_for", cache_id, ttl_s))
 
     def free(self, ticket: Ticket) -> None:
         self._ask("free", ticket.model_dump())

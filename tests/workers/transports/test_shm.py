@@ -110,7 +110,7 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ({"host": "elsewhere"}, "the pool lies on host elsewhere; this is"),
+        ({"host": "elsewhere"}, "the pool's memory is on host elsewhere; .* here is on"),
         ({"name": "../../etc/passwd"}, "does not name a pool's file"),
         ({"name": 7}, "needs a text 'name'; got 7"),
         ({"name": f"kvrelay-{os.getuid()}-nobody-{'0' * 32}"}, "is gone"),
