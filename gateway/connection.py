@@ -16,7 +16,6 @@ from gateway.errors import ClientDisconnected, RequestTimeout
 T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
-STALL_S = 30.0  # a client that takes nothing for so long has hung up in all but name
 
 
 async def read_body(request: Request, within_s: float) -> bytes:
@@ -83,7 +82,10 @@ class Pump:
 
 
 class EventStream(Response):
-    """Server-sent events whose first frame is already there. Ends early when the client hangs up."""
+    """Server-sent events whose first frame is already there.
+
+    Ends early when the client hangs up, or takes nothing for `stall_s`: then it has hung up in all but name.
+    """
 
     media_type = "text/event-stream"
 
@@ -95,6 +97,7 @@ class EventStream(Response):
         *,
         headers: dict[str, str],
         keep_alive_s: float,
+        stall_s: float,
         on_hang_up: Callable[[], None],
     ):
         super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -103,6 +106,7 @@ class EventStream(Response):
         self._pump = pump
         self._hang_up = hang_up
         self._keep_alive_s = keep_alive_s
+        self._stall_s = stall_s
         self._on_hang_up = on_hang_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +122,7 @@ class EventStream(Response):
     async def _send_frames(self, send: Send) -> None:
         frame: bytes | None = self._first
         while frame is not None:
-            await self._hang_up.race(_send(send, frame), STALL_S)
+            await self._hang_up.race(_send(send, frame), self._stall_s)
             frame = await self._next()
 
     async def _next(self) -> bytes | None:

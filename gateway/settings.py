@@ -121,6 +121,7 @@ class Deadlines(Section):
     transfer_floor_s: float = Field(default=0.0, ge=0)
     worker_poll_s: float = Field(default=1.0, gt=0)
     keep_alive_s: float = Field(default=15.0, gt=0)
+    client_stall_s: float = Field(default=30.0, gt=0)
     shutdown_grace_s: float = Field(default=1.0, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
 

@@ -54,12 +54,14 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
         await pump.aclose()
         raise
     assert first is not None
+    deadlines = request.app.state.gateway.settings.deadlines
     return EventStream(
         first,
         pump,
         hang_up,
         headers=_headers(request, turn),
-        keep_alive_s=request.app.state.gateway.settings.deadlines.keep_alive_s,
+        keep_alive_s=deadlines.keep_alive_s,
+        stall_s=deadlines.client_stall_s,
         on_hang_up=lambda: _count_hang_up(request, turn),
     )
 

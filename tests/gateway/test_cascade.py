@@ -104,7 +104,9 @@ async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
 
 async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
     await stack.escalate()
+    await stack.chat(model="large", kvrelay={"exact": True})
     before = len(stack.large.caches), len(stack.small.caches)
+    assert told(await stack.chat(model="large", kvrelay={"no_cache": True}))["cached_tokens"] == 0
     reply = await stack.escalate(no_cache=True)
     assert told(reply)["path"] == "prefill"
     assert text(reply) == right_answer(stack.large, MESSAGES)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
@@ -67,6 +69,37 @@ async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: st
     await eventually(lambda: stack.large.num_hang_ups == 1)
     await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1)
     await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+
+
+async def test_a_client_that_takes_nothing_is_not_waited_for() -> None:
+    async with live_stack(deadlines={"request_s": 60.0, "client_stall_s": 0.3}) as stack:
+        stack.large.answer = " ".join(["x" * 200_000] * 100)  # more than all buffers on the way hold
+        body = orjson.dumps({"model": "large", "messages": MESSAGES, "stream": True})
+        async with raw_post(stack, body, declared=len(body)):
+            await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
+            await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+
+
+async def test_a_body_that_never_comes_is_not_waited_for() -> None:
+    async with live_stack(deadlines={"request_s": 60.0, "body_s": 0.3}) as stack:
+        async with raw_post(stack, b'{"model": ', declared=1000) as reader:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
+            assert b" 408 " in head
+
+
+@asynccontextmanager
+async def raw_post(stack: Stack, body: bytes, *, declared: int) -> AsyncIterator[asyncio.StreamReader]:
+    """Sends a request by hand, and reads nothing of the reply."""
+    host, _, port = stack.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {declared}\r\n\r\n"
+    writer.write(head.encode() + body)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:

@@ -89,16 +89,20 @@ async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
             first = await ask(stack, "default", kvrelay={"policy": "always_escalate"})
             await ask(stack, "acme", [{"role": "user", "content": f"secret {MESSAGES[0]['content']}"}])
             foreign = list(stack.small.caches.values())[-1]
-            await plant(stack, MESSAGES, foreign.cache_id)
+            await plant(stack, cache_id=foreign.cache_id)
             reply = await ask(stack, "default")
             assert text(reply) == right_answer(stack.small, MESSAGES)
             assert stack.metric("prefix_cache_stale_total", tier="small") == 1
+            hits = stack.metric("prefix_cache_hits_total", tier="small")
+            await plant(stack, tenant="acme")
+            assert text(await ask(stack, "default")) == right_answer(stack.small, MESSAGES)
+            assert stack.metric("prefix_cache_hits_total", tier="small") == hits, "not even tried"
             following = await ask(stack, "default", turn_after(MESSAGES, first, "And then?"))
             assert following.status_code == 200
 
 
-async def plant(stack: Stack, messages: list[dict[str, Any]], cache_id: str) -> None:
-    """Overwrites what Redis holds of these messages for the small model and tenant default."""
+async def plant(stack: Stack, **changes: str) -> None:
+    """Changes what Redis holds of the small model's caches of tenant default."""
     import redis.asyncio
 
     from gateway.registry.redis import PREFIX
@@ -107,7 +111,7 @@ async def plant(stack: Stack, messages: list[dict[str, Any]], cache_id: str) -> 
         for name in await raw.keys(f"{PREFIX}*"):
             entry = Entry.model_validate_json(await raw.get(name))
             if entry.tenant == "default" and entry.worker == "small-0":
-                planted = entry.model_copy(update={"cache_id": cache_id})
+                planted = entry.model_copy(update=changes)
                 await raw.set(name, planted.model_dump_json(), px=60_000)
 
 
