@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from threading import Event
 
+from mappers.fingerprint import default_cache_folder
 from workers.families.smol import family, prepare_large
-from workers.families.sources import cache_folder
 
 # Every second layer from 15 to 25 is left out: of the cuts tried it keeps the most, and the layers below it stay exact.
 KEPT = tuple(layer for layer in range(30) if layer not in (15, 17, 19, 21, 23, 25))
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=400_000, help="tokens to train on (default %(default)s)")
     parser.add_argument("--rank", type=int, default=48)
-    parser.add_argument("--out", type=Path, default=cache_folder() / "heal", help="checkpoints and the result")
+    parser.add_argument("--out", type=Path, default=default_cache_folder() / "heal", help="checkpoints and the result")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(argv)
 

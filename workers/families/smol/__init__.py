@@ -12,10 +12,11 @@ import json
 import shutil
 from pathlib import Path
 
+from mappers.fingerprint import default_cache_folder
 from workers.families import Family, Say
 from workers.families.corpora import sharegpt
 from workers.families.derived import file_digest, is_made, make, recipe_fingerprint
-from workers.families.sources import SMOLLM2, cache_folder, fetch
+from workers.families.sources import SMOLLM2, fetch
 
 HERE = Path(__file__).parent
 ADAPTERS = HERE / "adapters.safetensors"
@@ -24,7 +25,7 @@ COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
 def family() -> Family:
-    models = cache_folder() / "models"
+    models = default_cache_folder() / "models"
     return Family(
         name="smol",
         source=models / "smol-small",

@@ -1,0 +1,78 @@
+"""The families as committed: their models can be made here, and their bundles fit them and pass their gates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import mappers
+from mappers.errors import FingerprintMismatch
+from workers.commands.prepare import find
+from workers.families import Family
+from workers.families.derived import RECORD, file_digest
+
+
+@pytest.fixture(scope="module", params=["smol", "tiny"])
+def family(request: pytest.FixtureRequest) -> Family:
+    made = find(request.param)
+    made.prepare(lambda _: None)
+    return made
+
+
+@pytest.fixture(scope="module")
+def smol() -> Family:
+    made = find("smol")
+    made.prepare(lambda _: None)
+    return made
+
+
+def test_a_bundle_is_for_the_models_of_its_family_and_passes_its_gate(family: Family) -> None:
+    mapper = mappers.load(family.bundle)
+    mapper.check(mappers.fingerprint(family.source), mappers.fingerprint(family.target))
+    assert mapper.refusal() is None
+
+
+def test_committed_weights_stay_under_30_mb() -> None:
+    families = Path(find("tiny").source).parents[1]
+    assert sum(path.stat().st_size for path in families.rglob("*.safetensors")) < 30_000_000
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown family 'smoll'; known: smol, tiny"):
+        find("smoll")
+
+
+def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: Family) -> None:
+    with (
+        safe_open(smol.source / "model.safetensors", framework="pt") as small,
+        safe_open(smol.target / "model.safetensors", framework="pt") as large,
+    ):
+        lower = [name for name in small.keys() if name.startswith("model.layers.14.")]
+        assert lower
+        for name in lower:
+            assert torch.equal(small.get_tensor(name), large.get_tensor(name))
+    assert json.loads((smol.source / "config.json").read_text())["num_hidden_layers"] == 24
+
+
+def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: Family, tmp_path: Path) -> None:
+    """One weight moved by one unit in the last place, as another processor might have computed it."""
+    folder = tmp_path / "smol-small"
+    shutil.copytree(smol.source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.20.mlp.down_proj.weight"]
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    record = json.loads((folder / RECORD).read_text())
+    assert file_digest(folder / "model.safetensors") != record["output_digest"]
+    mapper = mappers.load(smol.bundle)
+    with pytest.raises(FingerprintMismatch):  # changed since it was made
+        mapper.check(mappers.fingerprint(folder), mappers.fingerprint(smol.target))
+    record["output_digest"] = file_digest(folder / "model.safetensors")
+    (folder / RECORD).write_text(json.dumps(record))
+    mapper.check(mappers.fingerprint(folder), mappers.fingerprint(smol.target))
