@@ -4,12 +4,14 @@
         stack.wait_ready(say)
         ...                         # stack.url answers
 
-Leaving the block stops the gateway first, then the workers, and removes what a killed worker left in shared memory.
-Children are told to die with this process, so that not even SIGKILL leaves one behind.
+Leaving the block stops every part, and removes what a killed worker left in shared memory. Children are told to die
+with this process, so that not even SIGKILL leaves one behind.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -21,6 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import yaml
@@ -46,13 +49,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def port_is_free(port: int) -> bool:
-    with closing(socket.socket()) as probe:
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether nobody listens there. An address that is no good for another reason is its server's to complain about."""
+    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
     return True
 
 
@@ -82,9 +86,11 @@ class Child:
         return self.process.poll() is not None
 
     def is_ready(self) -> bool:
+        """Whether it takes calls; a gateway, whether it has a worker in every tier."""
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=1.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
+            reply = httpx.get(f"{self.url}/readyz", timeout=1.0, trust_env=False)
+            return reply.status_code == 200 and all(reply.json().get("tiers", {}).values())
+        except (httpx.HTTPError, ValueError):
             return False
 
     def log_tail(self, lines: int = 12) -> str:
@@ -104,12 +110,13 @@ class Child:
 
 
 class Stack:
-    """Starts what `config` (a kvrelay.yaml) describes. Logs go to `folder`."""
+    """Starts what `config` (a kvrelay.yaml) describes. Logs go to `folder`. Raises `StackError` for a file that does
+    not say which workers there are, and where."""
 
     def __init__(self, config: Path, secret_file: Path, folder: Path):
         self.config = config
         self.folder = folder
-        self._settings: dict[str, Any] = yaml.safe_load(config.read_text())
+        self._settings = _read(config)
         self._environment = os.environ | {"KVRELAY_SECRET_FILE": str(secret_file), "PYTHONUNBUFFERED": "1"}
         self.workers: dict[str, Child] = {}
         self.gateway: Child | None = None
@@ -117,22 +124,32 @@ class Stack:
     @property
     def url(self) -> str:
         server = self._settings.get("server", {})
-        return f"http://{server.get('host', '127.0.0.1')}:{server.get('port', 8000)}"
+        host = str(server.get("host", "127.0.0.1"))
+        return f"http://{f'[{host}]' if ':' in host else host}:{server.get('port', 8000)}"
 
     @property
     def children(self) -> list[Child]:
         return [*([self.gateway] if self.gateway else []), *self.workers.values()]
 
     def __enter__(self) -> Stack:
+        """Raises `StackError` where an address is taken: whoever listens there would be taken for ours."""
+        self._check_addresses()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for worker_id in self._settings["workers"]:
-            self.start_worker(worker_id)
-        self.gateway = self._child("gateway", ["gateway", "--config", str(self.config)], self.url)
+        try:
+            for worker_id in self._settings["workers"]:
+                self.start_worker(worker_id)
+            self.gateway = self._child("gateway", ["gateway", "--config", str(self.config)], self.url)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         until = time.monotonic() + STOP_GRACE_S
         for child in self.children:
             child.ask_to_stop()
@@ -149,17 +166,18 @@ class Stack:
         return self.workers[worker_id]
 
     def wait_ready(self, say: Say, timeout_s: float = 120.0) -> None:
-        """Until every part answers its readiness probe. Raises `StackError` for one that ends or takes too long."""
+        """Until every part takes calls, and the gateway has seen every tier. Raises `StackError` for a part that ends
+        or takes too long."""
         waiting = [*self.workers.values(), *([self.gateway] if self.gateway else [])]
         until = time.monotonic() + timeout_s
         while waiting:
             for child in list(waiting):
+                if child.ended:
+                    code = child.process.returncode
+                    raise StackError(f"{child.name} ended with status {code}; its log ends:\n{child.log_tail()}")
                 if child.is_ready():
                     waiting.remove(child)
                     say(f"{child.name} is ready")
-                elif child.ended:
-                    code = child.process.returncode
-                    raise StackError(f"{child.name} ended with status {code}; its log ends:\n{child.log_tail()}")
             if waiting and time.monotonic() > until:
                 names = ", ".join(child.name for child in waiting)
                 raise StackError(f"not ready after {timeout_s:.0f} s: {names}; logs are in {self.folder}")
@@ -173,11 +191,45 @@ class Stack:
                     return child
             time.sleep(0.5)
 
+    def _check_addresses(self) -> None:
+        urls = {worker_id: worker["url"] for worker_id, worker in self._settings["workers"].items()}
+        for name, url in (urls | {"gateway": self.url}).items():
+            host, port = urlsplit(url).hostname or "127.0.0.1", urlsplit(url).port or 80
+            if not port_is_free(port, host):
+                raise StackError(f"port {port} of {host} is taken; {name} is to listen there ({self.config})")
+
     def _child(self, name: str, arguments: list[str], url: str) -> Child:
         return Child(name, [*arguments, "--die-with-parent"], url, self.folder / f"{name}.log", self._environment)
 
 
+def _read(config: Path) -> dict[str, Any]:
+    """What a stack needs of the file; the processes that it starts check the rest."""
+    content: Any = yaml.safe_load(config.read_bytes())
+    if not isinstance(content, dict) or not isinstance(content.get("server", {}), dict):
+        raise StackError(f"{config} must hold a mapping with tiers, workers and, if need be, server: {{host, port}}")
+    workers = content.get("workers")
+    if not isinstance(workers, dict) or not workers:
+        raise StackError(f"{config} names no workers; needed is workers: {{small-0: {{tier, model, url}}, ...}}")
+    for name, worker in workers.items():
+        if not isinstance(worker, dict) or not _is_address(worker.get("url")):
+            raise StackError(f"{config}: workers.{name} needs a url like http://127.0.0.1:8101")
+    return content
+
+
+def _is_address(url: Any) -> bool:
+    try:
+        return isinstance(url, str) and urlsplit(url).hostname is not None and urlsplit(url).port is not None
+    except ValueError:
+        return False
+
+
 def remove_segments(worker_id: str) -> None:
-    """Unlink what a worker that was killed left in shared memory."""
+    """Unlink what a worker that was killed left in shared memory; not what a worker of that name in another stack has
+    there, which holds a lock on it for as long as it lives."""
     for path in Path("/dev/shm").glob(f"kvrelay-{os.getuid()}-{worker_id}-*"):
-        path.unlink(missing_ok=True)
+        try:
+            with path.open("rb") as segment:
+                fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        except (BlockingIOError, FileNotFoundError):
+            continue
