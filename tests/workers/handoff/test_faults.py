@@ -263,6 +263,20 @@ async def test_the_deadline_passes_between_chunks(pair: Pair) -> None:
     assert time.monotonic() - began < 1.0
 
 
+async def test_the_deadline_holds_when_the_loop_has_no_time_to_watch_it(pair: Pair) -> None:
+    """Steps that follow one another without a pause: no timer fires between them."""
+    steps: list[int] = []
+
+    async def run_step(step: Any) -> Any:
+        steps.append(1)
+        time.sleep(0.06)  # noqa: ASYNC251
+        return step()
+
+    pair.adjust(run_step=run_step)
+    await refused(pair, DeadlineExceeded, "deadline", entry=pair.source_cache(200), deadline_ms=200)
+    assert len(steps) < 10
+
+
 async def test_the_deadline_has_no_mercy_with_a_slow_engine(pair: Pair) -> None:
     async def slow_head(token_ids: Sequence[int]) -> KVCache:
         await asyncio.sleep(30)

@@ -190,7 +190,7 @@ def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwn
     new = opened(readers, again)
     assert new is not old and readers.peers == ["peer"]
     assert_same(new.read(again.blocks, again.generations, 0, 8), random_kv(0, 8, seed=2))
-    with pytest.raises(CacheStale):
+    with pytest.raises(CacheStale, match="has been closed here"):
         old.read(ticket.blocks, ticket.generations, 0, 8)
     restarted.close()
 
