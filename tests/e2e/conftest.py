@@ -1,0 +1,65 @@
+"""One healthy stack for all tests that break nothing; the oracle that says whether an answer is right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.reference import Reference
+from tests.e2e.running import NUM_TOKENS, Cluster, Reply, running, settings_of
+from tests.e2e.talks import Talk
+from workers.families import Family
+from workers.families.tiny import family as tiny_family
+
+Right = Callable[[Reply, Talk], None]
+
+
+@pytest.fixture(scope="session")
+def family() -> Family:
+    return tiny_family()
+
+
+@pytest.fixture(scope="session")
+def misfit(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The large model with one weight changed: other weights than the bundle was fitted for."""
+    folder = Path(shutil.copytree(family.target, tmp_path_factory.mktemp("misfit") / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] += 0.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(family: Family, misfit: Path) -> Iterator[Reference]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Reference({"small": family.source, "large": family.target, "misfit": misfit}, family.bundle)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def right(reference: Reference) -> Right:
+    """Asserts that an answer is right as its path defines it: mapped ones equal the offline replay, others the native
+    answer of the model that gave it."""
+
+    def assert_right(reply: Reply, talk: Talk) -> None:
+        if reply.path in ("mapped", "hybrid"):
+            expected = reference.handed_over(talk, reply.told["mapped_tokens"], NUM_TOKENS)
+        else:
+            expected = reference.native(reply.told["tier"], talk, NUM_TOKENS)
+        reference.assert_right(reply, expected)
+
+    return assert_right
+
+
+@pytest.fixture(scope="session")
+def cluster(family: Family, misfit: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Small and large, and between them a tier whose model the bundle was not fitted for. For tests that break
+    nothing."""
+    with running(settings_of(family, "healthy", misfit), tmp_path_factory.mktemp("healthy")) as cluster:
+        yield cluster
