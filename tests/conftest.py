@@ -1,6 +1,7 @@
 """What all tests share: a tool that is missing is told at the end with its install line, or fails the run.
 
-`KVRELAY_REQUIRE=all` (as CI sets it) turns a missing tool into a failure.
+`KVRELAY_REQUIRE=all` (as CI sets it) turns a missing tool into a failure. A GPU cannot be installed: without one, tests
+marked `gpu` are skipped, and counted at the end.
 """
 
 from __future__ import annotations
@@ -37,10 +38,24 @@ def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
     return require
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu and not _has_gpu():
+        config.stash[_missing][f"{len(for_gpu)} tests marked gpu"] = "run them on a machine with a CUDA device"
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch  # noqa: TID251 - and only where a test asks for it: it takes seconds
+
+    return torch.cuda.is_available()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     missing = config.stash[_missing]
     if not missing:
         return
-    terminalreporter.section("tests that need a missing tool did not run")
+    terminalreporter.section("tests that did not run for want of a tool")
     for name, install in sorted(missing.items()):
         terminalreporter.write_line(f"{name}: {install}")

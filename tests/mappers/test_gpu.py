@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from mappers import KVCache, Mapper, Protocol, evaluate, fit, load, save
 from mappers.models import load_model
 from tests.mappers.pairs import largest_difference, random_cache, random_documents
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def moved(cache: KVCache, device: str) -> KVCache:

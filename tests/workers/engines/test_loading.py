@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from mappers.fingerprint import fingerprint
 from tests.workers.engines import tiny
@@ -48,7 +47,6 @@ def test_a_model_whose_layers_forget_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 async def test_a_gpu_writes_what_the_cpu_writes(folder: Path) -> None:
     engine = load_engine(tiny.settings_for(folder, device="cuda"))
     prompt = tiny.random_tokens(600)
