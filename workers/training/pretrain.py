@@ -37,8 +37,8 @@ SHAPES = {
 }
 SEEDS = {"small": 1, "large": 2}
 LENGTHS = (256, 512, 1024, 2304)
-TOKENS_A_STEP = 4608
-PEAK_RATES = {"small": 3e-3, "large": 1.2e-3}
+TOKENS_A_STEP = 1536
+PEAK_RATES = {"small": 3e-3, "large": 1.5e-3}
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
@@ -96,7 +96,7 @@ def batches(stream: Iterator[list[int]], seed: int) -> Iterator[Tensor]:
     """Batches (B, T) with B * T = `TOKENS_A_STEP`, T drawn from `LENGTHS`, conversations packed end to end."""
     rng, left = random.Random(seed), [0][:0]
     while True:
-        length = rng.choices(LENGTHS, weights=(4, 4, 3, 2))[0]
+        length = rng.choices(LENGTHS, weights=(4, 4, 3, 1))[0]
         count = max(1, TOKENS_A_STEP // length)
         while len(left) < count * length:
             left += next(stream)
@@ -129,7 +129,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         seen += batch.numel()
-        if step % 20 == 0:
+        if step % 50 == 0:
             elapsed = time.monotonic() - started
             say(f"{name}: {seen}/{num_tokens} tokens  loss {loss.item():.3f}  {seen / elapsed:.0f} tokens/s")
     return model
