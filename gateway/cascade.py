@@ -95,9 +95,34 @@ class Cascade:
                 await self.look_up()
                 stream = await self._ROUTES[self.decision.route](self)
                 self._began(stream)
-                async for chunk in self._timed(stream):
-                    yield chunk
+                if self._turn.request.stream:
+                    async for chunk in self._timed(stream):
+                        yield chunk
+                else:
+                    stream, whole = await self._whole(stream)
+                    for chunk in whole:
+                        yield chunk
                 await self._ended(stream)
+
+    async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
+        """All of an answer that is told in one piece. One that breaks off on the fast path has not been told yet, and
+        is still answered by a full prefill."""
+        try:
+            with self._turn.upstream("stream"):
+                return stream, [chunk async for chunk in self._timed(stream)]
+        except KvrelayError as error:
+            if isinstance(error, DeadlineExceeded) or not self._is_fast(stream):
+                raise
+            broken = error
+        self._turn.phase = self._phase(stream.worker)
+        again = await self._fall_back(broken)
+        self._answers(again)
+        return again, [chunk async for chunk in self._timed(again)]
+
+    def _is_fast(self, stream: Stream) -> bool:
+        """Whether a full prefill by the target would be another way to the answer, and one that the route allows."""
+        report, by_small = self._turn.report, stream.worker.tier == self.small.name
+        return self.decision.route != "answer" and not report.fell_back and (by_small or report.path != "prefill")
 
     async def _timed(self, stream: Stream) -> AsyncIterator[Chunk]:
         before = stream.last_at
@@ -316,11 +341,13 @@ class Cascade:
         self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
     ) -> Stream:
         request = asks.chat(self._turn, self._parts.settings.handoff, cache_id=cache_id, judged=judged)
-        phase = "small_answer" if worker.tier == self.small.name else "large_answer"
-        with self._turn.upstream(phase):
+        with self._turn.upstream(self._phase(worker)):
             stream = await worker.open_chat(request, first_by=first_by, deadline=self._turn.deadline)
         self._held.push_async_callback(stream.aclose)
         return stream
+
+    def _phase(self, worker: Worker) -> str:
+        return "small_answer" if worker.tier == self.small.name else "large_answer"
 
     # What is told, counted and remembered
 
@@ -342,13 +369,17 @@ class Cascade:
         log.info("fell_back", request_id=self._turn.id, reason=reason)
 
     def _began(self, stream: Stream) -> None:
+        self._answers(stream)
+        self._parts.metrics.began(self._turn.report, self._turn.overhead_ms)
+
+    def _answers(self, stream: Stream) -> None:
+        """This is the answer that is told, unless it breaks off."""
         turn, now = self._turn, time.monotonic()
         turn.began(now)
         turn.report.tier = stream.worker.tier
         turn.model = self._parts.fleet.tiers[stream.worker.tier].model
         if turn.escalated_at is not None and stream.worker.tier == self.target.name:
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
-        self._parts.metrics.began(turn.report, turn.overhead_ms)
 
     async def _ended(self, stream: Stream) -> None:
         """7. The extended cache, for the turn after; and what the worker told of its work."""

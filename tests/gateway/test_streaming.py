@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, told
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text, told
 from workers.api.errors import Overloaded, TransferFailed, WorkerUnavailable
 
 
@@ -143,6 +143,23 @@ async def test_another_models_text_is_never_spliced_in(stack: Stack) -> None:
     _, frames = await streamed(stack)
     assert "error" in orjson.loads(frames[-1])
     assert stack.large.made("chat") == []
+
+
+async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack) -> None:
+    """As above, but the client waits for the whole."""
+    stack.small.cut_after = 5
+    reply = await stack.chat()
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    assert reply.headers["x-kvrelay-path"] == told(reply)["path"] == "fallback:small_worker_unavailable"
+    assert reply.headers["x-kvrelay-model"] == reply.json()["model"] == "fake-large"
+    assert told(reply)["tier"] == "large"
+    assert stack.metric("full_prefill_fallback_total", reason="small_worker_unavailable") == 1
+
+
+async def test_a_replacement_that_breaks_too_is_an_error(stack: Stack) -> None:
+    stack.small.cut_after, stack.large.break_after = 5, 3
+    assert (await stack.chat()).status_code == 502
+    assert len(stack.large.made("chat")) == 1
 
 
 async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) -> None:
