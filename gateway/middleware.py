@@ -11,7 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import HeadersTooLarge, InternalError, reply_headers
+from gateway.errors import HeadersTooLarge, InternalError, loggable, reply_headers
 from gateway.metrics import Metrics
 from gateway.settings import Limits
 from workers.api.errors import KvrelayError, RequestTooLarge
@@ -50,7 +50,7 @@ class Trace:
         try:
             await self._app(scope, receive, sending)
         except Exception as error:
-            log.error("internal_error", request_id=state["request_id"], error=repr(error))
+            log.error("internal_error", request_id=state["request_id"], **loggable(error))
             if state["status"] == UNTOLD:
                 await _refuse(InternalError("internal error"), sending)
         finally:

@@ -61,12 +61,20 @@ async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenera
         except Exception as error:
             if head is None:
                 raise
-            log.info("stream_broke_off", request_id=turn.id, error=repr(error))
-            yield sse(errors.body(error if isinstance(error, KvrelayError) else errors.InternalError("internal error")))
+            yield sse(errors.body(_told(turn, error)))
             return
     for last in _last(turn, finish, ending.usage):
         yield sse((head or {}) | last)
     yield DONE
+
+
+def _told(turn: Turn, error: Exception) -> KvrelayError:
+    """What an error after content is told as."""
+    if isinstance(error, KvrelayError):
+        log.info("stream_broke_off", request_id=turn.id, code=error.code)
+        return error
+    log.error("internal_error", request_id=turn.id, **errors.loggable(error))
+    return errors.InternalError("internal error")
 
 
 def _last(turn: Turn, finish: list[dict[str, Any]], usage: dict[str, Any] | None) -> list[Chunk]:

@@ -210,7 +210,7 @@ class Stream:
         try:
             self.answer.add(chunk)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none: {error!r}") from error
+            raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none ({type(error).__name__})") from error
         self.last_at = time.monotonic()
         if self.answer.has_content and self.first_at is None:
             self.first_at = self.last_at

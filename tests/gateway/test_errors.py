@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process
 from workers.api.errors import InvalidRequest, Overloaded
@@ -195,3 +196,20 @@ async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
     assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
     assert "NoneType" not in reply.text
     assert stack.metric("requests_total", model="none", status="500") == 1
+
+
+class Repeating:
+    """A bug whose words are the client's."""
+
+    def authenticate(self, authorization: str | None) -> None:
+        raise ValueError(f"bad header {authorization}")
+
+
+async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(stack: Stack) -> None:
+    stack.app.state.gateway.tenants = Repeating()
+    with capture_logs() as logged:
+        await stack.http.get("/v1/models", headers={"authorization": "canary"})
+    (bug,) = [line for line in logged if line["event"] == "internal_error"]
+    assert bug["error"] == "ValueError"
+    assert "in authenticate" in bug["where"][-1]
+    assert "canary" not in str(logged)
