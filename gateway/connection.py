@@ -116,14 +116,13 @@ class EventStream(Response):
                 await self._send_frames(send)
             except (ClientDisconnected, TimeoutError):
                 self._on_hang_up()
-                return
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_frames(self, send: Send) -> None:
         frame: bytes | None = self._first
         while frame is not None:
             await self._hang_up.race(_send(send, frame), self._stall_s)
             frame = await self._next()
+        await self._hang_up.race(_send(send, b"", more_body=False), self._stall_s)
 
     async def _next(self) -> bytes | None:
         try:
@@ -132,8 +131,8 @@ class EventStream(Response):
             return KEEP_ALIVE
 
 
-async def _send(send: Send, frame: bytes) -> None:
-    await send({"type": "http.response.body", "body": frame, "more_body": True})
+async def _send(send: Send, frame: bytes, *, more_body: bool = True) -> None:
+    await send({"type": "http.response.body", "body": frame, "more_body": more_body})
 
 
 async def _disconnected(receive: Receive) -> None:

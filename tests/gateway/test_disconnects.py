@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text
 from workers.api.fake import FakeWorker
 
 
@@ -78,6 +78,24 @@ async def test_a_client_that_takes_nothing_is_not_waited_for() -> None:
         async with raw_post(stack, body, declared=len(body)):
             await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
             await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+
+
+async def test_the_end_of_a_stream_is_not_waited_for_either() -> None:
+    async with in_process(deadlines={"request_s": 10.0, "client_stall_s": 0.05}) as stack:
+        body = orjson.dumps({"model": "large", "messages": MESSAGES, "stream": True})
+        received = asyncio.Queue[dict[str, Any]]()
+        received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        await asyncio.wait_for(stack.app(scope, received.get, send), 20)
+        assert sent[-2:] == [b"data: [DONE]\n\n", b""]
+        assert stack.metric("client_disconnects_total", phase="stream") == 1
 
 
 async def test_a_body_that_never_comes_is_not_waited_for() -> None:

@@ -61,12 +61,12 @@ class EventStream(StreamingResponse):
             except Exception:
                 log.exception("stream_failed")
                 await _send_frame(send, frame(internal_error().body()))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await _send_frame(send, b"", more_body=False)
 
 
-async def _send_frame(send: Send, content: bytes) -> None:
+async def _send_frame(send: Send, content: bytes, *, more_body: bool = True) -> None:
     try:
         async with asyncio.timeout(STALL_S):
-            await send({"type": "http.response.body", "body": content, "more_body": True})
+            await send({"type": "http.response.body", "body": content, "more_body": more_body})
     except TimeoutError as error:
         raise ClientGone from error

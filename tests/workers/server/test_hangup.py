@@ -129,23 +129,25 @@ async def test_who_shares_a_prefill_is_not_hurt_by_anothers_hang_up(listening: t
     assert reply.status_code == 200 and served.worker.pool.stats.num_caches == 1
 
 
+@pytest.mark.parametrize("at_the_end", [False, True])
 async def test_a_client_that_takes_nothing_counts_as_gone(
-    listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
+    listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, at_the_end: bool
 ) -> None:
     served, _ = listening
     monkeypatch.setattr("workers.routes.sse.STALL_S", 0.05)
-    body = httpx.Request("POST", "http://w", json=LONG | {"stream": True}).content
+    short = {"max_tokens": 3, "kv_transfer_params": {"store": False}} if at_the_end else {}
+    body = httpx.Request("POST", "http://w", json=LONG | short | {"stream": True}).content
     received = asyncio.Queue[dict[str, Any]]()
     received.put_nowait({"type": "http.request", "body": body, "more_body": False})
     sent: list[str] = []
 
     async def send(message: Any) -> None:
         sent.append(message["type"])
-        if message["type"] == "http.response.body":
+        if message["type"] == "http.response.body" and not (at_the_end and message["more_body"]):
             await asyncio.Event().wait()
 
     headers = [(b"content-type", b"application/json"), (SECRET_HEADER.encode(), SECRET.encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     await asyncio.wait_for(served.app(scope, received.get, send), 20)
-    assert sent == ["http.response.start", "http.response.body"]
+    assert set(sent) == {"http.response.start", "http.response.body"} and (len(sent) == 2) is not at_the_end
     await assert_free(served)
