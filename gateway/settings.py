@@ -20,6 +20,7 @@ from gateway import policies
 from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
+from workers.api import secret
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -27,7 +28,6 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 AUTO = "auto"
 DEFAULT_TENANT = "default"
-MIN_SECRET_CHARS = 16
 REGISTRY_SCHEMES = ("memory", "redis", "rediss")
 
 
@@ -231,16 +231,11 @@ def from_values(values: dict[str, Any]) -> Settings:
 
 
 def read_secret(path: Path) -> str:
-    """The cluster secret. Refused where others could read it, or where it is too short to be one."""
+    """The cluster secret. Raises `SettingsError` for a file that is missing, or that others could read."""
     try:
-        mode, secret = path.stat().st_mode & 0o777, path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"secret_file: cannot read {path}: {error}") from error
-    if mode & 0o077:
-        raise SettingsError(f"secret_file: {path} has mode {mode:04o}; it must be 0600, readable by its owner only")
-    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
-        raise SettingsError(f"secret_file: {path} must hold one line of {MIN_SECRET_CHARS} or more printable chars")
-    return secret
+        return secret.read_secret(path)
+    except secret.SecretUnusable as error:
+        raise SettingsError(f"secret_file: {error}") from error
 
 
 def _unique(what: str, names: list[str]) -> None:

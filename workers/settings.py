@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from workers.api import secret
 from workers.engines import ENGINES
 
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
-MIN_SECRET_CHARS = 16
 
 M = TypeVar("M", bound=BaseModel)
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -140,12 +140,9 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str:
     if not name:
         raise SettingsError(f"set {SECRET_FILE_VARIABLE} to the file that holds the cluster secret")
     try:
-        secret = Path(name).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the cluster secret from {name}: {error}") from error
-    if len(secret) < MIN_SECRET_CHARS:
-        raise SettingsError(f"the cluster secret in {name} has {len(secret)} characters; at least {MIN_SECRET_CHARS}")
-    return secret
+        return secret.read_secret(Path(name))
+    except secret.SecretUnusable as error:
+        raise SettingsError(f"{SECRET_FILE_VARIABLE}: {error}") from error
 
 
 def _parse(path: Path) -> _ConfigFile:

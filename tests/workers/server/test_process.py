@@ -85,6 +85,7 @@ def home(tmp_path: Path, folder: Path, small_folder: Path, bundle: Path) -> Path
     }
     (tmp_path / "kvrelay.yaml").write_text(yaml.safe_dump({"workers": workers, "tiers": {}}))
     (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
     return tmp_path
 
 

@@ -80,6 +80,7 @@ def test_unknown_workers_and_unreadable_files(tmp_path: Path) -> None:
 def test_the_secret_comes_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef\n")
+    path.chmod(0o600)
     assert read_secret({"KVRELAY_SECRET_FILE": str(path)}) == "0123456789abcdef"
     path.write_text("short")
     for environ, says in [
@@ -89,3 +90,12 @@ def test_the_secret_comes_from_its_file(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SettingsError, match=says):
             read_secret(environ)
+
+
+def test_a_secret_that_others_could_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o644)
+    with pytest.raises(SettingsError, match="KVRELAY_SECRET_FILE: .*mode 0644; it must be 0600") as refused:
+        read_secret({"KVRELAY_SECRET_FILE": str(path)})
+    assert "0123456789abcdef" not in str(refused.value)
