@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
+# The models of the tests are tiny: a second thread only waits for the first. Set before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 INSTALL_LINES = {"redis-server": "apt-get install redis-server   (or: brew install redis)"}
 
 _missing = pytest.StashKey[dict[str, str]]()

@@ -88,6 +88,18 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
         torch.testing.assert_close(resumed[name], tensor)
 
 
+def test_a_new_run_can_begin_from_adapters(
+    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
+) -> None:
+    first = run(teacher, tmp_path / "first").train(documents, 4 * 64)
+    again = HealRun(teacher, RECIPE, tmp_path / "again", quiet, start=first).train(documents, 0)
+    for name, tensor in load_file(first).items():
+        torch.testing.assert_close(load_file(again)[name], tensor)
+    with pytest.raises(ValueError, match="other layers"):
+        other = HealRecipe(kept=(0, 1, 2), adapted=(2,), rank=4, sequence=32)
+        HealRun(teacher, other, tmp_path / "other", quiet, start=first).train(documents, 64)
+
+
 def test_a_run_of_another_recipe_is_not_taken_up(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
 ) -> None:

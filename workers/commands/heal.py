@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=400_000, help="tokens to train on (default %(default)s)")
     parser.add_argument("--rank", type=int, default=48)
+    parser.add_argument("--start", type=Path, metavar="FILE", help="begin from these adapters, e.g. the committed ones")
     parser.add_argument("--out", type=Path, default=default_cache_folder() / "heal", help="checkpoints and the result")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(argv)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = list(islice(windows, 1 + options.tokens // recipe.sequence))
     say(f"{len(wanted)} windows of {recipe.sequence} tokens")
     teacher = AutoModelForCausalLM.from_pretrained(smol.target, dtype=torch.float32).eval()
-    run = HealRun(teacher.to(options.device), recipe, options.out, say, stop=_on_signal())
+    run = HealRun(teacher.to(options.device), recipe, options.out, say, options.start, _on_signal())
     result = run.train(wanted, options.tokens)
     say(f"adapters are in {result}")
     return 0

@@ -123,13 +123,15 @@ class HealRun:
     """A training run that can be stopped at any step and taken up again from `folder`.
 
     `folder` holds `state.pt` (everything needed to go on; read with `weights_only`) and `adapters.safetensors` (the
-    result so far). Documents are taken in order, so a run resumed at step s sees what it would have seen.
+    result so far). Documents are taken in order, so a run resumed at step s sees what it would have seen. `start`
+    names adapters that a new run begins from.
     """
 
     teacher: Any
     recipe: HealRecipe
     folder: Path
     log: Callable[[str], None]
+    start: Path | None = None
     stop: Callable[[], bool] = lambda: False
     checkpoint_every_s: float = 600.0
 
@@ -175,6 +177,8 @@ class HealRun:
     def _resume(self, sibling: Sibling, optimizer: torch.optim.Optimizer) -> int:
         path = self.folder / "state.pt"
         if not path.exists():
+            if self.start:
+                lowrank.load_into(self.start, sibling.layers)
             return 0
         state = torch.load(path, weights_only=True)
         if state["recipe"] != repr(self.recipe):

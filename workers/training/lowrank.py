@@ -54,6 +54,17 @@ def save(path: Path, layers: nn.Module, metadata: dict[str, str]) -> None:
     scratch.replace(path)
 
 
+@torch.no_grad()
+def load_into(path: Path, layers: nn.Module) -> None:
+    """Set the adapters of `layers` to those of a file. Raises `ValueError` if they are not the same ones."""
+    with safe_open(path, framework="pt") as file:
+        wanted = {f"{name}.{side}": getattr(module, side) for name, module in adapters(layers) for side in ("A", "B")}
+        if wanted.keys() != set(file.keys()):
+            raise ValueError(f"{path} holds {len(file.keys()) // 2} adapters for other layers than these")
+        for name, parameter in wanted.items():
+            parameter.copy_(file.get_tensor(name))
+
+
 def load_deltas(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The change of each linear map's weight, `B A` in float32, and the file's metadata."""
     with safe_open(path, framework="pt") as file:
