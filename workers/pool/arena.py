@@ -170,9 +170,16 @@ def num_blocks_in(budget_bytes: int, layout: KVLayout) -> int:
 
 
 def create_arena(
-    kind: str, layout: KVLayout, budget_bytes: int, *, worker: str, epoch: str, directory: Path = SHM
+    kind: str,
+    layout: KVLayout,
+    budget_bytes: int,
+    *,
+    worker: str,
+    epoch: str,
+    directory: Path = SHM,
+    device: str = "cuda",
 ) -> Arena:
-    """A new arena of the kind named: `shm`, `cuda_ipc` or `inproc`."""
+    """A new arena of the kind named: `shm`, `cuda_ipc` (on `device`) or `inproc`."""
     num_blocks = num_blocks_in(budget_bytes, layout)
     if kind == HeapArena.kind:
         return HeapArena(layout, num_blocks, epoch)
@@ -181,5 +188,5 @@ def create_arena(
     if kind == "cuda_ipc":
         from workers.pool.cuda import CudaArena  # loads the CUDA runtime
 
-        return CudaArena(layout, num_blocks, epoch, worker, directory)
+        return CudaArena(layout, num_blocks, epoch, worker, directory, device)
     raise InvalidRequest(f"unknown pool kind {kind!r}; known: inproc, shm, cuda_ipc", param="pool")

@@ -100,18 +100,28 @@ def device_tensor(address: int, num_blocks: int, layout: KVLayout, device: int) 
 
 
 class CudaArena(Arena):
-    """Blocks on the current CUDA device. All work on them goes to the device's default stream, which keeps it in order:
-    a block is not cleared before the copies out of it that were issued earlier."""
+    """Blocks on a CUDA device, the current one if `device` has no number. All work on them goes to the device's default
+    stream, which keeps it in order: a block is not cleared before the copies out of it that were issued earlier."""
 
     kind = "cuda_ipc"
 
-    def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        epoch: str,
+        worker: str,
+        directory: Path = SHM,
+        device: str = "cuda",
+    ):
         self._runtime = CudaRuntime()
-        self._device = torch.cuda.current_device()
+        index = torch.device(device).index
+        self._device = torch.cuda.current_device() if index is None else index
         self._host = host_id(directory)
         self._segment = Segment.create(worker, Header(num_blocks, 0, epoch), directory)
         try:
-            self._address: int | None = self._runtime.malloc(num_blocks * block_bytes(layout))
+            with torch.cuda.device(self._device):
+                self._address: int | None = self._runtime.malloc(num_blocks * block_bytes(layout))
         except BaseException:
             self._segment.close()
             raise

@@ -127,5 +127,12 @@ def build_worker(
     )
     reclaim_dead_segments()
     kind = "shm" if settings.device == "cpu" else "cuda_ipc"
-    arena = create_arena(kind, engine.model.layout, settings.pool_bytes, worker=settings.id, epoch=new_epoch())
+    arena = create_arena(
+        kind,
+        engine.model.layout,
+        settings.pool_bytes,
+        worker=settings.id,
+        epoch=new_epoch(),
+        device=settings.device,
+    )
     return Worker(settings, engine, Pool(arena), bundles, connect or (lambda url: WorkerClient(url, secret)))

@@ -7,6 +7,7 @@ import torch
 
 from tests.workers.pool.support import LAYOUT, make_arena, random_kv
 from tests.workers.transports.owner import RemoteOwner
+from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, copy_in
 from workers.pool.cuda import CudaArena, CudaError, CudaRuntime
 from workers.pool.segment import Segment
@@ -37,6 +38,18 @@ def test_blocks_are_an_allocation_of_their_own(tmp_path: Path) -> None:
     assert torch.cuda.memory_allocated() == before
     assert arena.data.is_cuda and arena.data.untyped_storage().nbytes() == 16 * block_bytes(LAYOUT)
     arena.close()
+
+
+@pytest.mark.gpu
+def test_blocks_lie_on_the_device_that_is_named(tmp_path: Path) -> None:
+    for device in range(torch.cuda.device_count()):
+        arena = create_arena(
+            "cuda_ipc", LAYOUT, 16 * block_bytes(LAYOUT), worker="w", epoch=new_epoch(), directory=tmp_path,
+            device=f"cuda:{device}",
+        )  # fmt: skip
+        assert arena.data.device == torch.device("cuda", device)
+        assert arena.export().address["gpu"] == CudaRuntime().pci_bus_id(device)
+        arena.close()
 
 
 @pytest.mark.gpu
