@@ -30,8 +30,8 @@ _MAGIC = b"KVRELAY\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI4xQQQ32s")
 _PAGE = 4096
-_NAME = re.compile(r"kvrelay-\d+-[A-Za-z0-9_.]+(-[A-Za-z0-9_.]+)*-[0-9a-f]{32}")
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(rf"kvrelay-\d+-{_WORKER.pattern}-[0-9a-f]{{32}}")
 
 Generations = npt.NDArray[np.int64]
 

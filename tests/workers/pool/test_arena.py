@@ -172,6 +172,13 @@ def test_a_file_of_another_kind_or_cut_short_is_refused(segment: Segment, tmp_pa
         Segment.attach(short.name, tmp_path)
 
 
+@pytest.mark.parametrize("worker", ["small--0", "-", "w.", "a-" * 32])
+def test_every_id_that_the_settings_allow_makes_a_file_that_is_found_again(worker: str, tmp_path: Path) -> None:
+    segment = Segment.create(worker, Header(1, 8, new_epoch()), tmp_path)
+    Segment.attach(segment.name, tmp_path).close()
+    segment.close()
+
+
 @pytest.mark.parametrize("worker", ["", "a/b", "../x", "w" * 65])
 def test_a_worker_id_that_makes_no_file_name_is_refused(worker: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="worker id"):
