@@ -27,7 +27,7 @@ def load(path: str | Path, device: str = "cpu") -> Mapper:
     """The mapper in folder `path`, its digests verified. Raises `BundleCorrupt`."""
     path = Path(path)
     manifest = load_manifest(path)
-    return Mapper(manifest, _load_weights(path, manifest), device, path)
+    return Mapper(manifest, _load_weights(path, manifest), device)
 
 
 def load_manifest(path: str | Path) -> Manifest:
@@ -71,7 +71,6 @@ def save(mapper: Mapper, path: str | Path) -> Mapper:
         _put_in_place(scratch, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    loaded.path = path
     return loaded
 
 

@@ -9,9 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mappers.errors import GeometryMismatch, MapperError
-
-__all__ = ["GeometryMismatch", "KVCache", "KVGeometry", "MapperError"]
+from mappers.errors import GeometryMismatch
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _read_both(models: tuple[Any, Any], ids: Sequence[int], head: int) -> tuple[
 
 
 def _stripped(cache: KVCache, rope: Rope) -> KVCache:
-    keys = tuple(rope.rope_for(i).strip(key, cache.positions) for i, key in enumerate(cache.keys))
+    keys = tuple(rope.strip(key, cache.positions) for key in cache.keys)
     return KVCache(keys, cache.values, cache.start)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,13 +20,10 @@ Sink = Callable[[int, Tensor, Tensor], None]
 class Mapper:
     """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once."""
 
-    def __init__(
-        self, manifest: Manifest, weights: Mapping[str, Tensor], device: str = "cpu", path: Path | None = None
-    ):
+    def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor], device: str = "cpu"):
         _check_layers(manifest)
         self.manifest = manifest
         self.weights = dict(weights)
-        self.path = path
         self.device = torch.device(device)
         self.source_rope, self.target_rope = ropes_of(manifest, weights)
         self._features = features_of(manifest)
@@ -73,9 +69,6 @@ class Mapper:
         if score.top1 < least:
             return f"bundle {self.bundle_id}: top-1 agreement {score.top1:.3f} is below the gate's {least}"
         return None
-
-    def passes(self, max_ppl_ratio: float | None = None, min_top1: float | None = None) -> bool:
-        return self.refusal(max_ppl_ratio, min_top1) is None
 
     @torch.no_grad()
     def map_into(self, source_chunk: KVCache, sink: Sink) -> None:

@@ -67,10 +67,6 @@ class Rope:
             module = _rotary_module(AutoModelForCausalLM.from_config(built))
         return cls(type(module)(built), built)
 
-    def rope_for(self, layer: int) -> Rope:
-        """The RoPE of one layer. Every layer of the models supported so far has the same."""
-        return self
-
     def apply(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Rotate keys (H, T, D) to `positions` (T,); float32."""
         cos, sin = self._rows(positions)

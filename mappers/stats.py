@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -90,19 +87,6 @@ class Moments:
         part.xy = self.xy[features[:, None], targets]
         part.yy = self.yy[targets]
         return part
-
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file."""
-        tensors = {"mean_x": self.mean_x, "mean_y": self.mean_y, "xx": self.xx, "xy": self.xy, "yy": self.yy}
-        safetensors.torch.save_file({**tensors, "count": torch.tensor(self.count)}, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Moments:
-        """Read what `save` wrote."""
-        loaded = cls(0, 0)
-        for name, tensor in safetensors.torch.load_file(path).items():
-            setattr(loaded, name, int(tensor) if name == "count" else tensor)
-        return loaded
 
     def _with_shift(self, centred: Tensor, shift: Tensor) -> Tensor:
         """One more row, whose outer product is the correction for the new rows' mean lying elsewhere."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,8 +35,6 @@ class Entry(BaseModel):
 
 class Registry(ABC):
     """Every method returns within the configured time, whatever happens; the outcome goes to `on_op(op, result)`."""
-
-    name: ClassVar[str]
 
     @abstractmethod
     async def get_many(self, keys: Sequence[str]) -> list[Entry | None]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
 
 from gateway.registry.base import Entry, Registry
 
 
 class MemoryRegistry(Registry):
-    name: ClassVar[str] = "memory"
-
     def __init__(
         self,
         max_entries: int,

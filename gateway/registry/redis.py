@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -37,8 +37,6 @@ return 0
 
 
 class RedisRegistry(Registry):
-    name: ClassVar[str] = "redis"
-
     def __init__(
         self,
         url: str,

@@ -49,7 +49,6 @@ def rewrite(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_what_is_loaded_is_what_was_saved(bundle: Path, twin_mapper: Mapper) -> None:
     loaded, cache = load(bundle), random_cache(4, 20, start=7)
     assert loaded.bundle_id == twin_mapper.bundle_id
-    assert loaded.path == bundle
     assert largest_difference(loaded.map(cache), twin_mapper.map(cache)) == 0
     assert loaded.manifest.source.geometry == cache.geometry
 
@@ -195,5 +194,5 @@ def test_the_gate(
 ) -> None:
     manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
     mapper = Mapper(manifest, twin_mapper.weights)
-    assert mapper.passes(**asked) == (refusal is None)
-    assert (refusal or "") in (mapper.refusal(**asked) or "")
+    found = mapper.refusal(**asked)
+    assert found is None if refusal is None else refusal in found

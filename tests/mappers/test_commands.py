@@ -67,7 +67,7 @@ def test_eval_stores_what_the_gate_reads(
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is whole; it passes its gate" in capsys.readouterr().out
-    assert load(tmp_path / "b").passes()
+    assert load(tmp_path / "b").refusal() is None
 
 
 def test_bundle_show_is_json_without_the_configs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

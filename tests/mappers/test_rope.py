@@ -38,7 +38,7 @@ SUPPORTED = {
 def test_strip_undoes_apply_at_any_offset(name: str, start: int) -> None:
     made = SUPPORTED[name]
     head_dim = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
-    rope = Rope.from_config(made.to_dict()).rope_for(0)
+    rope = Rope.from_config(made.to_dict())
     keys, positions = torch.randn(2, 64, head_dim), torch.arange(start, start + 64)
     turned = rope.apply(keys, positions)
     assert (rope.strip(turned, positions) - keys).abs().max() <= 1e-5

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -58,14 +56,6 @@ def test_a_selection_is_what_fewer_columns_would_have_given() -> None:
     x, y = rows(80, 10, 6)
     features, targets = torch.tensor([1, 4, 7]), torch.tensor([5, 0])
     assert_equal(moments_of(x, y, 80).select(features, targets), moments_of(x[:, features], y[:, targets], 80))
-
-
-def test_saved_moments_go_on_where_they_were(tmp_path: Path) -> None:
-    x, y = rows(90, 8, 3)
-    moments_of(x[:40], y[:40], 40).save(tmp_path / "moments.safetensors")
-    loaded = Moments.load(tmp_path / "moments.safetensors")
-    loaded.update(x[40:], y[40:])
-    assert_equal(loaded, moments_of(x, y, 90))
 
 
 def test_memory_is_as_announced() -> None:

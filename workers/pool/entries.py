@@ -24,10 +24,6 @@ class Span:
     begin: int
     end: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.begin
-
 
 @dataclass(frozen=True)
 class CacheEntry:
@@ -55,15 +51,6 @@ class CacheEntry:
     @property
     def is_exact(self) -> bool:
         return self.provenance == EXACT
-
-    @property
-    def num_mapped_tokens(self) -> int:
-        return self.mapped.num_tokens if self.mapped else 0
-
-    @property
-    def num_exact_tokens(self) -> int:
-        """How many of the first tokens are what the model itself would have computed."""
-        return self.mapped.begin if self.mapped else self.num_tokens
 
     def common_prefix(self, token_ids: Sequence[int]) -> int:
         """How many first tokens this cache and `token_ids` share: as much of it as that request may use."""
@@ -119,7 +106,6 @@ class PoolStats:
 
     num_blocks: int
     free_blocks: int
-    block_bytes: int
     num_caches: int
     num_leases: int
     num_evictions: int
@@ -127,11 +113,3 @@ class PoolStats:
     @property
     def used_blocks(self) -> int:
         return self.num_blocks - self.free_blocks
-
-    @property
-    def used_bytes(self) -> int:
-        return self.used_blocks * self.block_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes

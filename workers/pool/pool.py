@@ -69,7 +69,6 @@ class Pool(PoolMemory):
             return PoolStats(
                 num_blocks=self.arena.num_blocks,
                 free_blocks=self._ledger.num_free,
-                block_bytes=self.arena.block_bytes,
                 num_caches=len(self._entries),
                 num_leases=len(self._leases),
                 num_evictions=self._num_evictions,

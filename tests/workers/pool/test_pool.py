@@ -51,7 +51,7 @@ def test_a_cache_holds_what_was_stored(pool: Pool, clock: ManualClock) -> None:
     assert pool.get(entry.cache_id, SALT) == entry
     assert entry.token_ids == tuple(range(100, 110))
     assert entry.digest == token_digest(entry.token_ids, SALT)
-    assert entry.is_exact and entry.num_exact_tokens == 10 and entry.num_mapped_tokens == 0
+    assert entry.is_exact and entry.mapped is None
     assert entry.expires_at == clock.now + 60
     assert free(pool) == 13
 
@@ -190,8 +190,7 @@ def test_what_is_read_over_mapped_blocks_stays_mapped(pool: Pool, start: int) ->
     with pool.hold(mapped.cache_id, SALT) as held:
         longer = pool.store(ids, random_kv(start, 16), SALT, ttl_s=60, prefix=held)
     assert longer.provenance == BUNDLE and not longer.is_exact
-    assert longer.num_exact_tokens == min(start, 4)
-    assert longer.num_mapped_tokens == max(start - 4, 0)
+    assert longer.mapped == Span(min(start, 4), start)
     assert pool.match_prefix(ids, SALT).blocks == ()
 
 
