@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from tests.e2e.talks import Talk
 from workers.families import Family
 from workers.families.tiny import family as tiny_family
 
-Right = Callable[[Reply, Talk], None]
+
+class Right(Protocol):
+    """Asserts that an answer to a conversation is right, as its path defines it."""
+
+    def __call__(self, reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None: ...
 
 
 @pytest.fixture(scope="session")
@@ -44,15 +49,14 @@ def reference(family: Family, misfit: Path) -> Iterator[Reference]:
 
 @pytest.fixture(scope="session")
 def right(reference: Reference) -> Right:
-    """Asserts that an answer is right as its path defines it: mapped ones equal the offline replay, others the native
-    answer of the model that gave it."""
+    """Mapped answers equal the offline replay, all others the native answer of the model that gave them."""
 
-    def assert_right(reply: Reply, talk: Talk) -> None:
+    def assert_right(reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None:
         if reply.path in ("mapped", "hybrid"):
-            expected = reference.handed_over(talk, reply.told["mapped_tokens"], NUM_TOKENS)
+            expected = reference.handed_over(talk, reply.told["mapped_tokens"], num_tokens)
         else:
-            expected = reference.native(reply.told["tier"], talk, NUM_TOKENS)
-        reference.assert_right(reply, expected)
+            expected = reference.native(reply.told["tier"], talk, num_tokens)
+        reference.assert_right(reply.body, expected)
 
     return assert_right
 

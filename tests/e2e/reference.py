@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import mappers
-from tests.e2e.running import Reply
 from tests.e2e.talks import Talk
 
 HEAD, TAIL = 4, 64  # as handed over by default
@@ -61,16 +60,19 @@ class Reference:
             cache.update(keys[None], values[None], layer)
         return self._greedy("large", ids, cache, num_tokens)
 
-    def assert_right(self, reply: Reply, expected: list[Step]) -> None:
-        """The answer's tokens, log-probabilities and text are the expected ones, up to a tie."""
-        for position, (got, step) in enumerate(zip(reply.tokens, expected, strict=False)):
+    def assert_right(self, body: dict[str, Any], expected: list[Step]) -> None:
+        """The tokens, log-probabilities and text of a chat completion are the expected ones, up to a tie."""
+        choice = body["choices"][0]
+        told = choice["logprobs"]["content"]
+        for position, (got, step) in enumerate(zip(told, expected, strict=False)):
             if step.is_tie and got["token"] == step.second:
                 return  # from here on the two are different answers, and both right
-            where = f"{reply.told['path']}, token {position}: {[one['token'] for one in reply.tokens]}"
+            where = f"token {position} of {[one['token'] for one in told]}"
             assert got["token"] == step.token, f"{where}; expected {[one.token for one in expected]}"
             assert abs(got["logprob"] - step.logprob) < LOGPROB_TOLERANCE, f"{where}: {got}; expected {step}"
-        assert len(reply.tokens) == len(expected)
-        assert reply.text == self.tokenizer.decode([step.id for step in expected], skip_special_tokens=True)
+        assert len(told) == len(expected)
+        text = self.tokenizer.decode([step.id for step in expected], skip_special_tokens=True)
+        assert choice["message"]["content"] == text
 
     @torch.inference_mode()
     def _greedy(self, tier: str, ids: list[int], cache: DynamicCache, num_tokens: int) -> list[Step]:

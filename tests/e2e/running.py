@@ -23,7 +23,13 @@ from workers.families import Family
 NUM_TOKENS = 12
 START_S = 240.0  # on a busy machine
 WORKER = {"num_threads": 1, "pool_bytes": 64 * 2**20, "grace_s": 0.1}
-DEADLINES = {"request_s": 60.0, "decode_reserve_s": 1.0, "transfer_floor_s": 15.0, "shutdown_grace_s": 0.1}
+REQUEST_S = 60.0
+DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 1.0, "transfer_floor_s": 15.0, "shutdown_grace_s": 0.1}
+# A gateway that learns of nothing but by its own calls, gives up on the small worker early, and makes every call.
+NEVER_LOOKS = {
+    "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.1, "transfer_floor_s": 4.0},
+    "breaker": {"min_outcomes": 20},
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,12 @@ class Client:
 
     def escalate(self, talk: Talk, **options: Any) -> Reply:
         return self.ask(talk, policy="always_escalate", **options)
+
+    @property
+    def tiers(self) -> dict[str, bool]:
+        """Which tiers it finds usable."""
+        known: dict[str, bool] = self.http.get("/readyz").json()["tiers"]
+        return known
 
     def metric(self, name: str, **labels: str) -> float:
         return metric(self.http.get("/metrics").text, name, **labels)

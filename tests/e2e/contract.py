@@ -1,0 +1,54 @@
+"""Two calls of the worker's own contract, as the gateway would make them."""
+
+from __future__ import annotations
+
+from tests.e2e.reference import TAIL
+from tests.e2e.running import NUM_TOKENS, Cluster
+from tests.e2e.talks import Talk
+from workers.api.schemas import (
+    ChatRequest,
+    KVTransferParams,
+    Message,
+    PrefillReply,
+    PrefillRequest,
+    TransferReply,
+    TransferRequest,
+)
+
+SALT = "5a" * 16
+TIMEOUT_S = 120.0
+
+
+async def prefilled(cluster: Cluster, asked: Talk, *, tier: str = "small", salt: str = SALT) -> PrefillReply:
+    request = PrefillRequest(messages=_messages(asked), tenant_salt=salt)
+    async with cluster.worker(tier) as worker:
+        return await worker.prefill(request, timeout_s=TIMEOUT_S)
+
+
+async def transferred(
+    cluster: Cluster, read: PrefillReply, *, salt: str = SALT, tier: str = "large", deadline_s: float = TIMEOUT_S
+) -> TransferReply:
+    request = TransferRequest(
+        cache_id=read.cache_id,
+        source_worker=cluster.id("small"),
+        num_tokens=read.num_tokens - TAIL,
+        tenant_salt=salt,
+        deadline_ms=deadline_s * 1000,
+    )
+    async with cluster.worker(tier) as worker:
+        return await worker.transfer(request, timeout_s=deadline_s + TIMEOUT_S)
+
+
+def chat(asked: Talk, cache_id: str | None = None, *, salt: str = SALT) -> ChatRequest:
+    return ChatRequest(
+        messages=_messages(asked),
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        logprobs=True,
+        tenant_salt=salt,
+        kv_transfer_params=KVTransferParams(cache_id=cache_id),
+    )
+
+
+def _messages(asked: Talk) -> list[Message]:
+    return [Message(**message) for message in asked]
