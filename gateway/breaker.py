@@ -154,7 +154,7 @@ class Attempt:
         self._breaker = breaker
         self._era = era
         self._probing = probing
-        self._settled = False
+        self._settled: Outcome | None = None
 
     def __enter__(self) -> Attempt:
         return self
@@ -171,15 +171,16 @@ class Attempt:
     def end(self, error: BaseException | None) -> None:
         """Records the end; a second end is only heard when it is a failure after an early success."""
         outcome = outcome_of(error)
-        if not self._settled:
+        if self._settled is None:
             self._settle(outcome)
-        elif outcome is Outcome.FAILURE:
+        elif outcome is Outcome.FAILURE and self._settled is Outcome.SUCCESS:
+            self._settled = outcome
             self._breaker._record(self._era, outcome)
 
     def _settle(self, outcome: Outcome) -> None:
-        if self._settled:
+        if self._settled is not None:
             return
-        self._settled = True
+        self._settled = outcome
         if self._probing:
             self._breaker._release(self._era)
         self._breaker._record(self._era, outcome)

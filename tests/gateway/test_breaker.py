@@ -175,6 +175,14 @@ def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
     assert breaker.state is State.OPEN, "two of four"
 
 
+def test_a_failure_that_is_told_twice_counts_once(breaker: Breaker) -> None:
+    for _ in range(3):
+        with pytest.raises(WorkerUnavailable), breaker.attempt() as attempt:
+            attempt.end(GONE)
+            raise GONE
+    assert breaker.state is State.CLOSED, "three outcomes say nothing yet"
+
+
 def test_transitions_are_told(clock: Clock) -> None:
     seen: list[tuple[str, State]] = []
     breaker = Breaker("x", SETTINGS, clock=clock, on_transition=lambda target, to: seen.append((target, to)))
