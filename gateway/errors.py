@@ -83,7 +83,9 @@ class UpstreamError(GatewayError):
 
 def for_client(error: KvrelayError) -> KvrelayError:
     """The error as a client may see it."""
-    if isinstance(error, (GatewayError, InvalidRequest, Overloaded, DeadlineExceeded)):
+    if isinstance(error, DeadlineExceeded):
+        return DeadlineExceeded("no answer within the time that a request may take")
+    if isinstance(error, (GatewayError, InvalidRequest, Overloaded)):
         return error
     return UpstreamError(f"the model's worker failed ({error.code})")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +70,12 @@ class Stack:
 
 
 @asynccontextmanager
-async def in_process(**changes: Any) -> AsyncIterator[Stack]:
+async def in_process(
+    others: Mapping[str, httpx.AsyncBaseTransport] | None = None, **changes: Any
+) -> AsyncIterator[Stack]:
+    """`others` carry the calls to workers beside the two fakes."""
     small, large = fakes()
-    transports = {worker.name: httpx.ASGITransport(worker) for worker in (small, large)}
+    transports = {worker.name: httpx.ASGITransport(worker) for worker in (small, large)} | dict(others or {})
     app = create_app(from_values(values(**changes)), FAKE_SECRET, transports=transports)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 
 from tests.gateway.stack import (
@@ -16,6 +17,7 @@ from tests.gateway.stack import (
     text,
     told,
     turn_after,
+    values,
 )
 from workers.api.errors import (
     BundleUnusable,
@@ -203,6 +205,35 @@ async def test_a_second_worker_of_the_tier_takes_over() -> None:
         for _ in range(4):
             reply = await stack.chat(model="large")
             assert text(reply) == right_answer(stack.large, MESSAGES)
+
+
+class Vanishing(httpx.ASGITransport):
+    """Answers when looked at, and takes no connection for an answer."""
+
+    num_dropped = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/chat/completions":
+            self.num_dropped += 1
+            raise httpx.ConnectTimeout("the packets vanish")
+        return await super().handle_async_request(request)
+
+
+async def test_so_it_does_for_one_that_takes_no_connection() -> None:
+    """Which is no deadline of the request's: there is time left to ask another."""
+    workers = {"large-1": {"tier": "large", "url": "http://large-1"}} | values()["workers"]
+    vanishing = Vanishing(FakeWorker("large-1", "fake-large"))
+    async with in_process({"large-1": vanishing}, workers=workers) as stack:
+        reply = await stack.chat(model="large")
+        assert text(reply) == right_answer(stack.large, MESSAGES)
+        assert vanishing.num_dropped == 1, "it was asked first"
+
+
+async def test_a_late_answer_is_told_without_addresses(stack: Stack) -> None:
+    stack.large.fail("chat", DeadlineExceeded("worker at http://10.0.0.7:8001 did not answer"))
+    reply = await stack.chat(model="large")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert "10.0.0.7" not in reply.text
 
 
 async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:

@@ -34,7 +34,8 @@ KEEPALIVE_EXPIRY_S = 2.0  # well before a server closes an idle connection (uvic
 
 
 class WorkerClient:
-    """Calls one worker. `timeout_s` on a call bounds the whole wait for its reply; on a stream, each gap in it."""
+    """Calls one worker. `timeout_s` bounds each gap in a reply or a stream; a worker that takes no connection within
+    `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is left."""
 
     def __init__(self, url: str, secret: str, *, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
@@ -125,6 +126,8 @@ class WorkerClient:
                     if "error" in chunk:
                         raise from_reply(500, chunk)
                     yield chunk
+        except httpx.ConnectTimeout as error:
+            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
         except httpx.TimeoutException as error:
             if not is_whole:
                 raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
@@ -145,6 +148,8 @@ class WorkerClient:
                 headers={"content-type": "application/json"},
                 timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             )
+        except httpx.ConnectTimeout as error:
+            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"worker at {self.url} did not answer {path} in {timeout_s:.3f} s") from error
         except httpx.InvalidURL as error:
