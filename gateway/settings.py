@@ -36,10 +36,10 @@ class Section(BaseModel):
 
 
 class TierSettings(Section):
-    """A tier of equal workers. `model` is the public name under which clients know its model."""
+    """A tier of equal workers. `model` is the public name under which clients know its model; it stands in headers."""
 
     name: Name
-    model: str = Field(min_length=1, max_length=128)
+    model: str = Field(pattern=r"^[!-~]{1,128}$")
 
 
 class WorkerSettings(BaseModel):

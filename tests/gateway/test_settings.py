@@ -63,6 +63,7 @@ def test_every_policy_can_be_configured(name: str) -> None:
     [
         ({"tier": []}, "tier: unknown key; known: tiers, workers, server, registry, policy, tenants, limits"),
         ({"tiers": []}, "tiers: at least one tier is needed"),
+        ({"tiers": [{"name": "small", "model": "grün"}]}, "tiers.0.model: .*pattern .*, got 'grün'"),
         ({"tiers": [{"name": "small"}]}, "tiers.0.model: this key is required"),
         ({"tiers": [{"name": "small", "model": "m", "size": 1}]}, "tiers.0.size: unknown key; known: name, model"),
         (
