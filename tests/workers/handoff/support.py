@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import torch
 
 from mappers.cache import KVCache
 from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
-from mappers.mapper import Mapper, probe_name
+from mappers.mapper import Mapper, Sink, probe_name
 from mappers.rope import Rope
 from tests.workers.pool.support import LAYOUT, SALT, random_kv
 from tests.workers.transports.owner import FINGERPRINT, RemoteOwner
@@ -87,6 +88,20 @@ def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> 
         licence="none",
     )
     return Mapper(manifest, weights)
+
+
+class HeldMapper(Mapper):
+    """A mapper that is in the middle of a chunk until it may go on."""
+
+    def __init__(self) -> None:
+        like = random_mapper()
+        super().__init__(like.manifest, like.weights)
+        self.started, self.go_on = threading.Event(), threading.Event()
+
+    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
+        self.started.set()
+        self.go_on.wait(10)
+        super().map_into(source_chunk, sink)
 
 
 def native_kv(token_ids: Sequence[int]) -> KVCache:
@@ -180,9 +195,10 @@ class ForgingPeer:
 
     def __init__(self, office: TicketOffice, **changes: Any):
         self._office, self._changes = office, changes
-        self.num_released = 0
+        self.num_leased = self.num_released = 0
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        self.num_leased += 1
         ticket = await self._office.lease(cache_id, request, timeout_s=timeout_s)
         return ticket.model_copy(update=self._changes)
 

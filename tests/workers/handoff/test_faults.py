@@ -16,6 +16,7 @@ from tests.workers.handoff.support import (
     TARGET,
     ForgingPeer,
     FrozenPeer,
+    HeldMapper,
     Pair,
     make_pair,
     make_pool,
@@ -37,7 +38,7 @@ from workers.api.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from workers.api.schemas import LeaseRequest, Ticket
+from workers.api.schemas import LeaseRequest
 from workers.digest import token_digest
 from workers.pool.entries import CacheEntry, Span
 from workers.pool.pool import PoolFull
@@ -340,63 +341,38 @@ async def test_cancelling_leaves_nothing_whenever_it_comes(pair: Pair, step: int
 async def test_a_running_step_ends_before_its_blocks_are_freed(pair: Pair) -> None:
     """Or it would write into what is somebody else's by then."""
     entry = pair.source_cache(200)
-    during: list[int] = []
-
-    class SlowMapper:
-        def __init__(self) -> None:
-            self._mapper = random_mapper()
-            self.manifest, self.bundle_id = self._mapper.manifest, self._mapper.bundle_id
-
-        def map_into(self, chunk: KVCache, sink: Any) -> None:
-            started.set()
-            time.sleep(0.2)
-            during.append(pair.num_used)
-            self._mapper.map_into(chunk, sink)
-
-    started = asyncio.Event()
-    pair.adjust(mappers=lambda: [SlowMapper()])
+    mapper = HeldMapper()
+    pair.adjust(mappers=lambda: [mapper])
     task = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.office))
-    await until(started.is_set, "the first chunk")
+    await until(mapper.started.is_set, "the first chunk")
     task.cancel()
+    await asyncio.sleep(0.05)
+    assert pair.num_used == 25 and not task.done()
+    mapper.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert during == [25]
     await nothing_left(pair)
 
 
 # -- equal handoffs at once -------------------------------------------------------------------------------------------
 
 
-def counting(pair: Pair) -> list[str]:
-    leases: list[str] = []
-
-    class CountingPeer(ForgingPeer):
-        async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
-            leases.append(cache_id)
-            return await super().lease(cache_id, request, timeout_s=timeout_s)
-
-    pair.peer = CountingPeer(pair.office)  # type: ignore[attr-defined]
-    return leases
-
-
 async def test_equal_handoffs_are_one(pair: Pair) -> None:
-    entry, leases = pair.source_cache(100), counting(pair)
-    peer = pair.peer  # type: ignore[attr-defined]
+    entry, peer = pair.source_cache(100), ForgingPeer(pair.office)
     replies = await asyncio.gather(*(pair.handoffs.transfer(request(entry), peer=peer) for _ in range(5)))
-    assert len(leases) == 1 and len({reply.cache_id for reply in replies}) == 1
+    assert peer.num_leased == 1 and len({reply.cache_id for reply in replies}) == 1
     assert pair.target.pool.stats.num_caches == 1
     await pair.handoffs.transfer(request(entry), peer=peer)
-    assert len(leases) == 2
+    assert peer.num_leased == 2
 
 
 @pytest.mark.parametrize("changes", [{"num_tokens": 60}, {"native_head": 8}, {"mapper": random_mapper().bundle_id}])
 async def test_other_handoffs_are_their_own(pair: Pair, changes: dict[str, Any]) -> None:
-    entry, leases = pair.source_cache(100), counting(pair)
-    peer = pair.peer  # type: ignore[attr-defined]
+    entry, peer = pair.source_cache(100), ForgingPeer(pair.office)
     one, other = await asyncio.gather(
         pair.handoffs.transfer(request(entry), peer=peer), pair.handoffs.transfer(request(entry, **changes), peer=peer)
     )
-    assert len(leases) == 2 and one.cache_id != other.cache_id
+    assert peer.num_leased == 2 and one.cache_id != other.cache_id
 
 
 async def test_a_tenant_does_not_share_anothers_handoff(pair: Pair) -> None:
@@ -432,6 +408,22 @@ async def test_the_last_to_leave_stops_the_work(pair: Pair) -> None:
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
     await nothing_left(pair)
+
+
+async def test_a_newcomer_does_not_join_work_that_is_being_stopped(pair: Pair) -> None:
+    entry = pair.source_cache(200)
+    mapper = HeldMapper()
+    pair.adjust(mappers=lambda: [mapper])
+    leaving = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.office))
+    await until(mapper.started.is_set, "the first chunk")
+    leaving.cancel()
+    await asyncio.sleep(0.05)
+    newcomer = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.office))
+    await asyncio.sleep(0.05)
+    mapper.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert (await newcomer).num_tokens == 200
 
 
 async def test_the_patient_one_gets_it_when_the_hurried_one_is_late(pair: Pair) -> None:

@@ -200,8 +200,10 @@ def test_memory_is_reserved_and_not_merely_promised(tmp_path: Path) -> None:
 
 def test_a_tensor_outlives_its_closed_segment(tmp_path: Path) -> None:
     arena = make_arena("shm", tmp_path)
-    data = arena.data
+    data, reader = arena.data, Segment.attach(str(arena.export().address["name"]), tmp_path)
     arena.close()
+    assert not reader.owner_alive()  # the mapping that the tensor keeps does not keep the lock
+    reader.close()
     del arena
     gc.collect()
     data.fill_(1.0)
