@@ -34,8 +34,9 @@ def transfer(
     )
 
 
-def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged: bool) -> ChatRequest:
-    """To answer, from a cache if one is given; with log-probabilities where the answer is to be judged.
+def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged: bool, native: bool) -> ChatRequest:
+    """To answer, from a cache if one is given, and only an exact one if `native`; with log-probabilities where the
+    answer is to be judged.
 
     Always as a stream with usage: what the client gets is put together here.
     """
@@ -55,7 +56,7 @@ def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged:
         stream_options=StreamOptions(include_usage=True),
         kv_transfer_params=KVTransferParams(
             cache_id=cache_id,
-            require_exact=asked.kvrelay.exact,
+            require_exact=native or asked.kvrelay.exact,
             reuse=turn.stores,
             store=turn.stores,
             ttl_s=settings.ttl_s,

@@ -340,7 +340,9 @@ class Cascade:
     async def _open(
         self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
     ) -> Stream:
-        request = asks.chat(self._turn, self._parts.settings.handoff, cache_id=cache_id, judged=judged)
+        # A tier that answers alone answers natively, whatever the registry says of the cache.
+        native = self.decision.route == "answer"
+        request = asks.chat(self._turn, self._parts.settings.handoff, cache_id=cache_id, judged=judged, native=native)
         with self._turn.upstream(self._phase(worker)):
             stream = await worker.open_chat(request, first_by=first_by, deadline=self._turn.deadline)
         self._held.push_async_callback(stream.aclose)
