@@ -1,0 +1,101 @@
+"""The official `openai` client against real models, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.e2e.reference import HEAD, TAIL, Reference
+from tests.e2e.running import NUM_TOKENS, Cluster
+from tests.e2e.talks import Talk, carried_on, talk
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    plain = httpx.Client(trust_env=False)
+    with OpenAI(base_url=f"{cluster.client.url}/v1", api_key="none", max_retries=0, http_client=plain) as client:
+        yield client
+
+
+def ask(client: OpenAI, asked: Talk, **changes: Any) -> Any:
+    fields = {"model": "auto", "messages": asked, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": True}
+    return client.chat.completions.create(**fields | changes)
+
+
+def escalated(options: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"extra_body": {"kvrelay": {"policy": "always_escalate"} | (options or {})}}
+
+
+def test_a_completion(client: OpenAI, reference: Reference) -> None:
+    asked = talk("Antonio")
+    reply = ask(client, asked, model="large")
+    reference.assert_right(reply.model_dump(), reference.native("large", asked, NUM_TOKENS))
+    num_prompt = len(reference.prompt(asked))
+    assert (reply.object, reply.model) == ("chat.completion", "tiny-large")
+    assert reply.usage.prompt_tokens == num_prompt
+    assert reply.usage.completion_tokens == len(reply.choices[0].logprobs.content)
+    assert reply.usage.total_tokens == num_prompt + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert (reply.kvrelay["tier"], reply.kvrelay["path"], reply.kvrelay["forced"]) == ("large", "prefill", True)
+    again = ask(client, asked, model="tiny-large")
+    assert 0 < again.usage.prompt_tokens_details.cached_tokens < num_prompt
+    assert again.kvrelay["path"] == "exact"
+
+
+def test_a_stream(client: OpenAI, reference: Reference) -> None:
+    asked = talk("Bassanio")
+    stream = ask(client, asked, stream=True, stream_options={"include_usage": True}, **escalated())
+    chunks = list(stream)
+    told = [one for chunk in chunks for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content]
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    choice = {"logprobs": {"content": [one.model_dump() for one in told]}, "message": {"content": text}}
+    last = chunks[-1]
+    num_handed = len(reference.prompt(asked)) - TAIL
+    assert (last.kvrelay["path"], last.kvrelay["mapped_tokens"]) == ("mapped", num_handed - HEAD)
+    reference.assert_right({"choices": [choice]}, reference.handed_over(asked, num_handed - HEAD, NUM_TOKENS))
+    assert last.choices == [] and last.usage.prompt_tokens == len(reference.prompt(asked))
+    assert last.usage.prompt_tokens_details.cached_tokens == 0, "mapped tokens are no exact hits"
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
+
+
+def test_streamed_or_not_it_is_one_answer(client: OpenAI) -> None:
+    asked = talk("Gonzalo")
+    whole = ask(client, asked, **escalated())
+    streamed = "".join(
+        choice.delta.content or ""
+        for chunk in ask(client, asked, stream=True, **escalated())
+        for choice in chunk.choices
+    )
+    assert streamed == whole.choices[0].message.content
+
+
+def test_its_own_message_comes_back_as_the_turn_after(client: OpenAI) -> None:
+    asked = talk("Trinculo")
+    first = ask(client, asked, **escalated())
+    after = carried_on(asked, "", "And then?")
+    after[-2] = first.choices[0].message
+    second = ask(client, after, **escalated({"agreement_probe": 8}))
+    assert (second.kvrelay["path"], second.kvrelay["handoff_tokens"]) == ("mapped", None)
+    assert 0 <= second.kvrelay["top1_agreement"] <= 1
+    assert second.kvrelay["full_prefill_ms"] > 0
+
+
+def test_headers(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="auto", messages=talk("Stephano"), max_tokens=2, extra_headers={"x-request-id": "mine.1"}, **escalated()
+    )
+    assert raw.headers["x-request-id"] == "mine.1"
+    assert (raw.headers["x-kvrelay-path"], raw.headers["x-kvrelay-model"]) == ("mapped", "tiny-large")
+    assert float(raw.headers["x-kvrelay-overhead-ms"]) >= 0
+
+
+def test_models(client: OpenAI) -> None:
+    known = {model.id for model in client.models.list()}
+    assert {"auto", "small", "large", "tiny-small", "tiny-large"} <= known
+    with pytest.raises(openai.NotFoundError, match="gpt-17.*known: auto"):
+        client.models.retrieve("gpt-17")
