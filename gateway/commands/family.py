@@ -11,7 +11,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
 
 import yaml
@@ -43,12 +43,17 @@ def prepare(name: str) -> dict[str, str]:
 def cluster_secret(path: Path) -> Path:
     """The file with the secret that gateway and workers share, made with mode 0600 if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    if path.exists():
         return path
+    descriptor, scratch = mkstemp(dir=path.parent)  # mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
+    try:
+        os.link(scratch, path)  # whole or not at all, and never over another's
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(scratch)
     return path
 
 

@@ -117,7 +117,7 @@ class Stack:
         self.config = config
         self.folder = folder
         self._settings = _read(config)
-        self._environment = os.environ | {"KVRELAY_SECRET_FILE": str(secret_file), "PYTHONUNBUFFERED": "1"}
+        self._environment = os.environ | {"KVRELAY_SECRET_FILE": str(secret_file.resolve()), "PYTHONUNBUFFERED": "1"}
         self.workers: dict[str, Child] = {}
         self.gateway: Child | None = None
 

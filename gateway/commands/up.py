@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _embedded(name: str, port: int) -> Path:
     _check_port(port)
     folders = family.prepare(name)
-    return family.write(family.configuration(name, folders, port=port), family.home() / "run" / "kvrelay.yaml")
+    config = family.home() / "run" / str(port) / "kvrelay.yaml"
+    return family.write(family.configuration(name, folders, port=port), config)
 
 
 def _check_port(port: int) -> None:

@@ -6,20 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
-from workers.families import Family
+from mappers.errors import MapperError
+from mappers.families import find_family
 from workers.families.sources import SourceError
-
-
-def find(name: str) -> Family:
-    """The family registered under `name`. Raises `ValueError` naming those that are."""
-    known = {point.name: point for point in entry_points(group="kvrelay.families")}
-    if name not in known:
-        raise ValueError(f"unknown family '{name}'; known: {', '.join(sorted(known))}")
-    family: Family = known[name].load()()
-    return family
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,9 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the folders to FILE")
     options = parser.parse_args(argv)
     try:
-        family = find(options.family)
+        family = find_family(options.family)
         family.prepare(lambda line: print(line, flush=True))
-    except (ValueError, SourceError) as error:
+    except (MapperError, SourceError) as error:
         print(f"kvrelay prepare: {error}", file=sys.stderr)
         return 1
     folders = {"small": str(family.source), "large": str(family.target), "bundle": str(family.bundle)}

