@@ -5,9 +5,9 @@ serves both models up to there, and their keys and values pass between the two u
 give the teacher's next-token distribution (KL on a random share of the positions), its last hidden state, and its
 hidden states between.
 
-    teacher   0 ── 1 ── ... ── 14 ── 15 ── 16  ── 17 ── 18  ── ... ── 29  ── head
-                               │           hidden states match, then the distribution
-    sibling       (shared)     └────────── 16' ──────── 18' ── ... ── 29' ── head
+    teacher   0 ── 1 ── ... ── 17 ── 18 ── ... ── 23 ── 24  ── ... ── 29  ── head
+                               │         hidden states match, then the distribution
+    sibling       (shared)     └─────────────────────── 24' ── ... ── 29' ── head
 
 Knows nothing of mapping or of workers. Source of the idea: Minitron, https://arxiv.org/abs/2407.14679.
 """
@@ -35,7 +35,7 @@ class HealRecipe:
     kept: tuple[int, ...]
     adapted: tuple[int, ...]
     rank: int = 48
-    sequence: int = 1024
+    sequence: int = 512
     batch: int = 1
     learning_rate: float = 2e-3
     warmup_steps: int = 20
