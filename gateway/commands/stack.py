@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -20,18 +21,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import yaml
 
 Say = Callable[[str], None]
 
 STOP_GRACE_S = 10.0
 POLL_S = 0.1
+PROBE_TIMEOUT_S = 1.0
 
 
 class StackError(RuntimeError):
@@ -87,11 +89,15 @@ class Child:
 
     def is_ready(self) -> bool:
         """Whether it takes calls; a gateway, whether it has a worker in every tier."""
-        try:
-            reply = httpx.get(f"{self.url}/readyz", timeout=1.0, trust_env=False)
-            return reply.status_code == 200 and all(reply.json().get("tiers", {}).values())
-        except (httpx.HTTPError, ValueError):
-            return False
+        address = urlsplit(self.url)
+        # Not by httpx, whose first call imports much: an interrupt in the midst of that costs the exit status.
+        with closing(HTTPConnection(address.hostname or "", address.port, timeout=PROBE_TIMEOUT_S)) as connection:
+            try:
+                connection.request("GET", "/readyz")
+                reply = connection.getresponse()
+                return reply.status == 200 and all(json.loads(reply.read()).get("tiers", {}).values())
+            except (OSError, HTTPException, ValueError):
+                return False
 
     def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,199 @@
+"""`kvrelay up`, and how it ends: whatever ends it, no process and no shared memory of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.commands import family as commands
+from gateway.commands.stack import remove_segments
+from tests.e2e.running import START_S, Client, eventually, is_alive, running, segments, settings_of
+from tests.e2e.talks import talk
+from workers.families import Family
+
+ROOT = Path(__file__).parents[2]
+HANDS_OVER = {"deadlines": {"transfer_floor_s": 15.0, "worker_poll_s": 0.2, "shutdown_grace_s": 0.1}}
+
+
+class Up:
+    """`kvrelay up --config`, in a process of its own."""
+
+    def __init__(self, settings: dict[str, Any], home: Path):
+        self.settings = settings
+        config = commands.write(settings, home / "kvrelay.yaml")
+        self.output, self.errors = home / "output", home / "errors"
+        with self.output.open("wb") as output, self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gateway.cli", "up", "--config", str(config)],
+                cwd=ROOT,
+                env=os.environ | {"KVRELAY_HOME": str(home)},
+                stdout=output,
+                stderr=errors,
+            )
+
+    @property
+    def children(self) -> set[int]:
+        """The processes that it has started and not seen to the end."""
+        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if is_alive(int(path.parent.name))]
+        by_pid = {int(stat.split()[0]): int(stat.rpartition(")")[2].split()[1]) for stat in stats}
+        return {pid for pid, parent in by_pid.items() if parent == self.process.pid}
+
+    @property
+    def segments(self) -> list[Path]:
+        return [path for name in self.settings["workers"] for path in segments(name)]
+
+    def says(self, words: str) -> None:
+        """Waits until it has said so."""
+        eventually(lambda: words in self.output.read_text() or self.process.poll() is not None, f"it says {words!r}")
+        assert words in self.output.read_text(), self.errors.read_text()
+
+    def ends(self) -> int:
+        return self.process.wait(START_S)
+
+
+@contextmanager
+def up(settings: dict[str, Any], home: Path) -> Iterator[Up]:
+    """Nothing of it is left afterwards, however it was ended."""
+    home.mkdir(parents=True, exist_ok=True)
+    started = Up(settings, home)
+    children: set[int] = set()
+    try:
+        yield started
+        children = started.children
+    finally:
+        started.process.kill()
+        started.process.wait()
+    eventually(lambda: not any(is_alive(pid) for pid in children), "its children have ended")
+    eventually(lambda: not started.segments, "its shared memory is gone")
+
+
+@pytest.fixture
+def alone(family: Family) -> dict[str, Any]:
+    """A stack of one worker, which is the sooner there."""
+    settings = settings_of(family, "alone")
+    small = next(iter(settings["workers"].items()))
+    return settings | {"tiers": settings["tiers"][:1], "workers": dict([small]), "policy": {"name": "fixed"}}
+
+
+def test_a_newcomers_first_minutes(family: Family, tmp_path: Path) -> None:
+    settings = settings_of(family, "up")
+    settings |= {"deadlines": settings["deadlines"] | HANDS_OVER["deadlines"]}
+    with up(settings, tmp_path) as kvrelay:
+        kvrelay.says("Ctrl-C stops everything")
+        url, body = curl_line(kvrelay.output.read_text())
+        with Client(url.removesuffix("/v1/chat/completions")) as client:
+            assert client.post(json.loads(body)).status == 200
+            assert client.http.get("/metrics").status_code == 200
+            assert client.escalate(talk("Caesar")).path == "mapped"
+
+            # A worker that is killed is started again.
+            (small,) = (pid for pid in kvrelay.children if b"small-up" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            os.kill(small, signal.SIGKILL)
+            eventually(lambda: not client.tiers["small"], "the gateway knows that it is dead")
+            assert client.escalate(talk("Brutus")).path.startswith("fallback:")
+            eventually(lambda: client.tiers["small"], "it was started again")
+            assert client.escalate(talk("Cassius")).path == "mapped"
+        assert len(kvrelay.children) == 3 and len(kvrelay.segments) == 2
+        children = kvrelay.children
+        kvrelay.process.send_signal(signal.SIGINT)
+        assert kvrelay.ends() == 0
+        assert "stopped" in kvrelay.output.read_text()
+        assert not [pid for pid in children if is_alive(pid)]
+        assert not kvrelay.segments
+
+
+def curl_line(output: str) -> tuple[str, str]:
+    """The URL and the body of the command that is to be pasted."""
+    (line,) = (line for line in output.splitlines() if line.strip().startswith("curl "))
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "-s"] and words[3:6] == ["-H", "content-type: application/json", "-d"]
+    return words[2], words[6]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL], ids=lambda ending: ending.name)
+def test_ended_from_outside(alone: dict[str, Any], tmp_path: Path, ending: signal.Signals) -> None:
+    with up(alone, tmp_path) as kvrelay:
+        kvrelay.says("Ctrl-C stops everything")
+        children = kvrelay.children
+        assert len(children) == 2 and len(kvrelay.segments) == 1
+        kvrelay.process.send_signal(ending)
+        assert kvrelay.ends() == (0 if ending is signal.SIGTERM else -ending)
+        eventually(lambda: not any(is_alive(pid) for pid in children), "its children have ended")
+
+
+def test_ended_while_it_starts(alone: dict[str, Any], tmp_path: Path) -> None:
+    with up(alone, tmp_path) as kvrelay:
+        kvrelay.says("starting")
+        eventually(lambda: len(kvrelay.children) == 2, "its children run")
+        children = kvrelay.children
+        kvrelay.process.send_signal(signal.SIGTERM)
+        assert kvrelay.ends() == 0
+        assert not [pid for pid in children if is_alive(pid)]
+
+
+def of_gateway(settings: dict[str, Any]) -> int:
+    return int(settings["server"]["port"])
+
+
+def of_worker(settings: dict[str, Any]) -> int:
+    return int(next(iter(settings["workers"].values()))["url"].rpartition(":")[2])
+
+
+@pytest.mark.parametrize("port", [of_gateway, of_worker])
+def test_a_port_that_is_taken(alone: dict[str, Any], tmp_path: Path, port: Callable[[dict[str, Any]], int]) -> None:
+    with socket.create_server(("127.0.0.1", port(alone))), up(alone, tmp_path) as kvrelay:
+        assert kvrelay.ends() == 1
+        assert re.search(rf"kvrelay up: port {port(alone)} of 127.0.0.1 is taken", kvrelay.errors.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workers": {}}, "names no workers; needed is workers"),
+        ({"workers": {"small-0": {"tier": "small"}}}, "workers.small-0 needs a url"),
+        ({"workers": {"small-0": {"url": "http://127.0.0.1:99999"}}}, "workers.small-0 needs a url"),
+        ({"server": 8000}, "server"),
+        ({"polizy": {}}, "gateway ended with status 2(.|\n)*polizy: unknown key; known: tiers"),
+    ],
+)
+def test_a_file_that_is_no_configuration(
+    alone: dict[str, Any], tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with up(alone | changes, tmp_path) as kvrelay:
+        assert kvrelay.ends() == 1
+        assert re.search(f"kvrelay up: .*{says}", kvrelay.errors.read_text())
+        assert "Traceback" not in kvrelay.errors.read_text()
+
+
+def test_a_worker_that_does_not_start_is_told(alone: dict[str, Any], tmp_path: Path) -> None:
+    (worker,) = alone["workers"].values()
+    with up(alone | {"workers": {"broken": worker | {"model": "/no/such/model"}}}, tmp_path) as kvrelay:
+        assert kvrelay.ends() == 1
+        assert re.search("kvrelay up: broken ended with status 2(.|\n)*/no/such/model", kvrelay.errors.read_text())
+
+
+def test_a_stack_leaves_nothing_of_the_killed_nor_takes_from_the_living(alone: dict[str, Any], tmp_path: Path) -> None:
+    (worker_id,) = alone["workers"]
+    with running(alone, tmp_path) as cluster:
+        (segment,) = cluster.segments
+        assert segment.stat().st_mode & 0o777 == 0o600
+        remove_segments(worker_id)  # as another stack does, one of whose workers has the same id
+        assert cluster.segments == [segment]
+        cluster.kill("small")
+        assert cluster.segments == [segment]
+        cluster.start("small")  # takes back what the killed one has left
+        assert len(cluster.segments) == 1 and cluster.segments != [segment]
+        cluster.kill("small")
+    # `running` asserts that no process and no segment is left.
