@@ -15,7 +15,7 @@ from gateway.commands.stack import Stack, StackError, port_is_free
 
 MAX_RESTARTS = 5
 EXAMPLE = (
-    '{"model": "auto", "max_tokens": 40, '
+    '{"model": "auto", "max_tokens": 40, "temperature": 0, '
     '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 )
 
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY, help="embedded family (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port (default %(default)s)")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts a job in the background with SIGINT ignored
+        signal.signal(number, _interrupt)
     try:
         config = options.config or _embedded(options.family, options.port)
         return _serve(config)
