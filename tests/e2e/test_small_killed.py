@@ -1,36 +1,55 @@
-"""The small worker is killed between a prefill and the transfer, and started anew on the same port.
+"""The small worker is killed with much under way, and started anew on the same port.
 
-Before two gateways: one that looks after its workers, and one that learns of nothing but by its own calls. A request is
-answered in time, and rightly; afterwards it is mapped again.
+    before   a first turn through each gateway, and a prefill by the contract, so that its caches are known
+    dead     killed while it writes two answers, its cache is being read, and a handoff is about to begin
+    anew     a new epoch on the old port; the registries still hold the old ids
+
+One gateway looks after its workers, the other learns of nothing but by its own calls. Whatever was under way and
+whatever comes is answered in time, and rightly; afterwards requests are mapped again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 
 from tests.e2e import contract
 from tests.e2e.conftest import Right
-from tests.e2e.running import DEADLINES, NEVER_LOOKS, Client, Cluster, eventually
-from tests.e2e.talks import carried_on, talk
-from workers.api.errors import CacheNotFound, WorkerUnavailable
-from workers.api.schemas import PrefillReply
+from tests.e2e.reference import HEAD, Reference
+from tests.e2e.running import DEADLINES, NEVER_LOOKS, NUM_TOKENS, REQUEST_S, Client, Cluster, Reply, eventually, request
+from tests.e2e.talks import Talk, carried_on, talk
+from workers.api.errors import CacheNotFound, CacheStale, TransferFailed, WorkerUnavailable
+from workers.api.schemas import PrefillReply, TransferReply
+from workers.digest import token_digest
+
+FIRST, HANDED, WHOLE, STREAMED = talk("Hamlet"), talk("Othello"), talk("Mercutio"), talk("Tybalt")
+READ = talk("Iago", num_words=4000)  # a handoff of many chunks
+ENDLESS = 400  # tokens: an answer that is not over before it is broken off
 
 
 @dataclass(frozen=True)
 class Before:
-    """What was known when it was killed: a first turn through each gateway, and a prefill by the contract."""
-
     blind: Client
     watching: Client
     first_answer: str
     read: PrefillReply
 
 
-FIRST, CONTRACT = talk("Hamlet"), talk("Ophelia")
+@dataclass(frozen=True)
+class UnderWay:
+    """What came of the work under way: an answer of which nothing was told yet, the frames of one that was streamed, a
+    handoff, and the transfer of a cache that was being read."""
+
+    whole: Reply
+    frames: list[str]
+    handed: Reply
+    moved: TransferReply | BaseException
 
 
 @pytest.fixture(scope="module")
@@ -41,48 +60,124 @@ def before(cluster: Cluster, right: Right) -> Iterator[Before]:
         assert [reply.path for reply in replies] == ["prefill", "exact"]
         for reply in replies:
             right(reply, FIRST)
-        read = asyncio.run(contract.prefilled(cluster, CONTRACT))
+        blind.ask(HANDED, "small")
+        read = asyncio.run(contract.prefilled(cluster, READ))
         yield Before(blind, watching, replies[0].text, read)
 
 
 @pytest.fixture(scope="module")
-def dead(cluster: Cluster, before: Before) -> Before:
-    cluster.kill("small")
-    return before
+def dead(cluster: Cluster, before: Before) -> UnderWay:
+    accepting = {"policy": {"name": "confidence", "threshold": -50.0, "num_tokens": 1}}
+    with cluster.gateway("accepting", **NEVER_LOOKS | accepting) as client:
+        return asyncio.run(killed(cluster, before, client))
+
+
+async def killed(cluster: Cluster, before: Before, accepting: Client) -> UnderWay:
+    """The large worker is held in the middle of its copy, and before it asks for another lease, until the small one is
+    dead."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(3) as pool:
+        wholly = loop.run_in_executor(pool, accepting.post, endless(WHOLE))
+        streamed = loop.run_in_executor(pool, frames_of, accepting, endless(STREAMED, stream=True))
+        await asyncio.to_thread(they_write, cluster)
+        moving = asyncio.create_task(contract.transferred(cluster, before.read))
+        await a_lease_is_out(cluster, before.read, moving)
+        with cluster.frozen("large"):
+            handed = loop.run_in_executor(pool, before.blind.escalate, HANDED)
+            is_asked = partial(before.blind.metric, "num_requests_running", tier="large")
+            await asyncio.to_thread(eventually, is_asked, "the large worker is asked to hand over")
+            cluster.kill("small")
+        (moved,) = await asyncio.gather(moving, return_exceptions=True)
+        return UnderWay(await wholly, await streamed, await handed, moved)
+
+
+async def a_lease_is_out(cluster: Cluster, read: PrefillReply, moving: asyncio.Task[Any]) -> None:
+    async with cluster.worker("small") as small:
+        while not moving.done() and not (await small.cache(read.cache_id)).num_leases:
+            pass
+
+
+def they_write(cluster: Cluster) -> None:
+    """Waits until the small worker writes two answers."""
+    written = partial(cluster.worker_metric, "small", "inter_token_latency_seconds_count")
+    eventually(lambda: cluster.worker_metric("small", "num_requests_running") == 2, "it is at both")
+    before = written()
+    eventually(lambda: written() > before + 4, "it writes")
+
+
+def frames_of(client: Client, body: dict[str, Any]) -> list[str]:
+    with client.http.stream("POST", "/v1/chat/completions", json=body) as stream:
+        return [line for line in stream.iter_lines() if line]
+
+
+def endless(asked: Talk, **changes: Any) -> dict[str, Any]:
+    return request(asked) | {"max_tokens": ENDLESS} | changes
 
 
 @pytest.fixture(scope="module")
-def anew(cluster: Cluster, dead: Before) -> Before:
-    """A new epoch on the old port. The registries still hold the old ids."""
+def anew(cluster: Cluster, before: Before, dead: UnderWay) -> Before:
     cluster.start("small")
-    return dead
+    return before
 
 
-def test_dead_between_prefill_and_transfer(dead: Before, right: Right) -> None:
-    reply = dead.blind.escalate(FIRST)
+def test_killed_in_an_answer_of_which_nothing_was_told(dead: UnderWay, right: Right) -> None:
+    assert (dead.whole.path, dead.whole.told["tier"]) == ("fallback:small_worker_unavailable", "large")
+    assert dead.whole.took_s < REQUEST_S
+    right(dead.whole, WHOLE, ENDLESS)
+
+
+def test_killed_in_the_middle_of_a_stream(dead: UnderWay) -> None:
+    """What was told cannot be taken back: an error, and never another model's text."""
+    assert '"role"' in dead.frames[0] and len(dead.frames) > 2
+    assert '"error"' in dead.frames[-1] and "[DONE]" not in "".join(dead.frames)
+    assert "tiny-large" not in "".join(dead.frames)
+
+
+def test_killed_before_it_was_asked_for_a_lease(dead: UnderWay, right: Right) -> None:
+    assert (dead.handed.path, dead.handed.told["tier"]) == ("fallback:worker_unavailable", "large")
+    assert dead.handed.took_s < REQUEST_S
+    right(dead.handed, HANDED)
+
+
+async def test_killed_while_its_cache_was_read(cluster: Cluster, dead: UnderWay, reference: Reference) -> None:
+    """What was read then is good, or told to be not; nothing between."""
+    cache_id, expected = None, reference.native("large", READ, NUM_TOKENS)
+    if isinstance(dead.moved, TransferReply):
+        assert dead.moved.digest == token_digest(reference.prompt(READ)[: dead.moved.num_tokens], contract.SALT)
+        cache_id = dead.moved.cache_id
+        expected = reference.handed_over(READ, dead.moved.num_tokens - HEAD, NUM_TOKENS)
+    else:
+        assert isinstance(dead.moved, (TransferFailed, CacheStale, WorkerUnavailable))
+    async with cluster.worker("large") as large:
+        answer = await large.chat(contract.chat(READ, cache_id), timeout_s=contract.TIMEOUT_S)
+    reference.assert_right(answer, expected)
+
+
+def test_dead_between_prefill_and_transfer(before: Before, dead: UnderWay, right: Right) -> None:
+    reply = before.blind.escalate(FIRST)
     assert (reply.path, reply.told["tier"]) == ("fallback:worker_unavailable", "large")
     right(reply, FIRST)
 
 
 @pytest.mark.parametrize("policy", ["always_escalate", "confidence"])
-def test_dead_before_its_prefill(dead: Before, right: Right, policy: str) -> None:
+def test_dead_before_its_prefill(before: Before, dead: UnderWay, right: Right, policy: str) -> None:
     asked = talk(f"Gertrude {policy}")
-    reply = dead.blind.ask(asked, policy=policy)
+    reply = before.blind.ask(asked, policy=policy)
     assert (reply.path, reply.told["tier"]) == ("fallback:small_worker_unavailable", "large")
     right(reply, asked)
 
 
-def test_dead_and_noticed(dead: Before, right: Right) -> None:
-    eventually(lambda: not dead.watching.tiers["small"], "the gateway knows")
+def test_dead_and_noticed(before: Before, dead: UnderWay, right: Right) -> None:
+    eventually(lambda: not before.watching.tiers["small"], "the gateway knows")
     asked = talk("Laertes")
-    reply = dead.watching.escalate(asked)
+    reply = before.watching.escalate(asked)
     assert (reply.path, reply.told["tier"]) == ("fallback:small_no_usable_worker", "large")
     right(reply, asked)
 
 
-async def test_dead_by_the_contract(cluster: Cluster, dead: Before) -> None:
+async def test_dead_by_the_contract(cluster: Cluster, before: Before, dead: UnderWay) -> None:
     with pytest.raises(WorkerUnavailable):
-        await contract.transferred(cluster, dead.read)
+        await contract.transferred(cluster, before.read)
 
 
 def test_anew_with_the_old_id_in_the_registry(anew: Before, right: Right) -> None:
@@ -107,7 +202,7 @@ def test_anew_and_noticed(cluster: Cluster, anew: Before, right: Right) -> None:
 async def test_anew_by_the_contract(cluster: Cluster, anew: Before) -> None:
     with pytest.raises(CacheNotFound, match="epoch"):
         await contract.transferred(cluster, anew.read)
-    again = await contract.prefilled(cluster, CONTRACT)
+    again = await contract.prefilled(cluster, READ)
     assert again.epoch != anew.read.epoch and again.cache_id != anew.read.cache_id
     assert again.digest == anew.read.digest
     assert (await contract.transferred(cluster, again)).num_tokens > 0
