@@ -1,4 +1,4 @@
-"""One healthy stack for all tests that break nothing; the oracle that says whether an answer is right."""
+"""One stack for all tests, since a start takes long; and the oracle that says whether an answer is right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.reference import Reference
-from tests.e2e.running import NUM_TOKENS, Cluster, Reply, running, settings_of
+from tests.e2e.running import NEVER_LOOKS, NUM_TOKENS, Client, Cluster, Reply, running, settings_of
 from tests.e2e.talks import Talk
 from workers.families import Family
 from workers.families.tiny import family as tiny_family
@@ -63,7 +63,14 @@ def right(reference: Reference) -> Right:
 
 @pytest.fixture(scope="session")
 def cluster(family: Family, misfit: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Small and large, and between them a tier whose model the bundle was not fitted for. For tests that break
-    nothing."""
-    with running(settings_of(family, "healthy", misfit), tmp_path_factory.mktemp("healthy")) as cluster:
+    """Small and large, and between them a tier whose model the bundle was not fitted for. A test that breaks something
+    mends it."""
+    with running(settings_of(family, "e2e", misfit), tmp_path_factory.mktemp("e2e")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def blind(cluster: Cluster) -> Iterator[Client]:
+    """A gateway that learns of its workers' fate by its own calls only."""
+    with cluster.gateway("blind", **NEVER_LOOKS) as client:
+        yield client

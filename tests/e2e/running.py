@@ -27,9 +27,10 @@ REQUEST_S = 60.0
 DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 1.0, "transfer_floor_s": 15.0, "shutdown_grace_s": 0.1}
 # A gateway that learns of nothing but by its own calls, gives up on the small worker early, and makes every call.
 NEVER_LOOKS = {
-    "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.1, "transfer_floor_s": 4.0},
+    "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.06, "transfer_floor_s": 2.5},
     "breaker": {"min_outcomes": 20},
 }
+CONTENT = {"name": "confidence", "threshold": -50.0, "num_tokens": 4}  # with whatever the small model answers
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def settings_of(family: Family, label: str, misfit: Path | None = None) -> dict[
     workers = {
         f"{worker['tier']}-{label}-{os.getpid()}": worker | WORKER for worker in (small, *between, large)
     }
-    return settings | {"workers": workers, "deadlines": DEADLINES}
+    return settings | {"workers": workers, "deadlines": DEADLINES, "policy": CONTENT}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import Right
 from tests.e2e.reference import HEAD, TAIL, Reference, differ
-from tests.e2e.running import NUM_TOKENS, Cluster, Reply
+from tests.e2e.running import CONTENT, NUM_TOKENS, Cluster, Reply
 from tests.e2e.talks import Talk, carried_on, talk
 
 
@@ -77,15 +77,20 @@ def test_a_mapped_cache_is_not_found_by_asking_for_the_model(cluster: Cluster, r
         right(reply, wanted)
 
 
-@pytest.mark.parametrize("threshold", [-50.0, 0.0], ids=["accepts", "escalates"])
-def test_the_small_models_answer_is_judged(cluster: Cluster, right: Right, threshold: float) -> None:
-    policy = {"name": "confidence", "threshold": threshold, "num_tokens": 4}
-    with cluster.gateway(f"threshold{threshold:.0f}", policy=policy) as client:
-        asked = talk(f"Falstaff {threshold}")
+def test_the_small_models_answer_is_found_good_enough(cluster: Cluster, right: Right) -> None:
+    asked = talk("Falstaff")
+    for path in ("prefill", "exact"):
+        reply = cluster.client.ask(asked)
+        assert (reply.told["tier"], reply.path, reply.told["reason"]) == ("small", path, "confident")
+        right(reply, asked)
+
+
+def test_the_small_models_answer_is_not_good_enough(cluster: Cluster, right: Right) -> None:
+    with cluster.gateway("never-content", policy=CONTENT | {"threshold": 0.0}) as client:
+        asked = talk("Shallow")
         reply = client.ask(asked)
-        accepted = threshold < 0
-        assert (reply.told["tier"], reply.path) == (("small", "prefill") if accepted else ("large", "mapped"))
-        assert reply.told["reason"] == ("confident" if accepted else "unsure")
+        assert (reply.told["tier"], reply.path, reply.told["reason"]) == ("large", "mapped", "unsure")
+        assert reply.told["confidence"] < 0
         right(reply, asked)
 
 

@@ -3,23 +3,15 @@ rightly; afterwards they are mapped again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.e2e import contract
 from tests.e2e.conftest import Right
-from tests.e2e.running import NEVER_LOOKS, REQUEST_S, Client, Cluster, Reply
+from tests.e2e.running import REQUEST_S, Client, Cluster, Reply
 from tests.e2e.talks import talk
 from workers.api.errors import DeadlineExceeded
-
-
-@pytest.fixture(scope="module")
-def blind(cluster: Cluster) -> Iterator[Client]:
-    """Learns of its workers' fate by its own calls only."""
-    with cluster.gateway("before-the-frozen", **NEVER_LOOKS) as client:
-        yield client
 
 
 def in_time(reply: Reply) -> Reply:

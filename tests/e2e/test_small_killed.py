@@ -11,7 +11,6 @@ whatever comes is answered in time, and rightly; afterwards requests are mapped 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import pytest
 from tests.e2e import contract
 from tests.e2e.conftest import Right
 from tests.e2e.reference import HEAD, Reference
-from tests.e2e.running import DEADLINES, NEVER_LOOKS, NUM_TOKENS, REQUEST_S, Client, Cluster, Reply, eventually, request
+from tests.e2e.running import NUM_TOKENS, REQUEST_S, Client, Cluster, Reply, eventually, request
 from tests.e2e.talks import Talk, carried_on, talk
 from workers.api.errors import CacheNotFound, CacheStale, TransferFailed, WorkerUnavailable
 from workers.api.schemas import PrefillReply, TransferReply
@@ -30,13 +29,13 @@ from workers.digest import token_digest
 
 FIRST, HANDED, WHOLE, STREAMED = talk("Hamlet"), talk("Othello"), talk("Mercutio"), talk("Tybalt")
 READ = talk("Iago", num_words=4000)  # a handoff of many chunks
-ENDLESS = 400  # tokens: an answer that is not over before it is broken off
+ENDLESS = 250  # tokens: an answer that is not over before it is broken off
 
 
 @dataclass(frozen=True)
 class Before:
-    blind: Client
-    watching: Client
+    """What was known when it was killed."""
+
     first_answer: str
     read: PrefillReply
 
@@ -53,38 +52,38 @@ class UnderWay:
 
 
 @pytest.fixture(scope="module")
-def before(cluster: Cluster, right: Right) -> Iterator[Before]:
-    often = DEADLINES | {"worker_poll_s": 0.2}
-    with cluster.gateway("blind", **NEVER_LOOKS) as blind, cluster.gateway("watching", deadlines=often) as watching:
-        replies = [client.ask(FIRST, "small") for client in (blind, watching)]
-        assert [reply.path for reply in replies] == ["prefill", "exact"]
-        for reply in replies:
-            right(reply, FIRST)
-        blind.ask(HANDED, "small")
-        read = asyncio.run(contract.prefilled(cluster, READ))
-        yield Before(blind, watching, replies[0].text, read)
+def watching(cluster: Cluster) -> Client:
+    return cluster.client
 
 
 @pytest.fixture(scope="module")
-def dead(cluster: Cluster, before: Before) -> UnderWay:
-    accepting = {"policy": {"name": "confidence", "threshold": -50.0, "num_tokens": 1}}
-    with cluster.gateway("accepting", **NEVER_LOOKS | accepting) as client:
-        return asyncio.run(killed(cluster, before, client))
+def before(cluster: Cluster, blind: Client, watching: Client, right: Right) -> Before:
+    replies = [client.ask(FIRST, "small") for client in (blind, watching)]
+    assert [reply.path for reply in replies] == ["prefill", "exact"]
+    for reply in replies:
+        right(reply, FIRST)
+    blind.ask(HANDED, "small")
+    return Before(replies[0].text, asyncio.run(contract.prefilled(cluster, READ)))
 
 
-async def killed(cluster: Cluster, before: Before, accepting: Client) -> UnderWay:
+@pytest.fixture(scope="module")
+def dead(cluster: Cluster, blind: Client, before: Before) -> UnderWay:
+    return asyncio.run(killed(cluster, blind, before.read))
+
+
+async def killed(cluster: Cluster, blind: Client, read: PrefillReply) -> UnderWay:
     """The large worker is held in the middle of its copy, and before it asks for another lease, until the small one is
     dead."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(3) as pool:
-        wholly = loop.run_in_executor(pool, accepting.post, endless(WHOLE))
-        streamed = loop.run_in_executor(pool, frames_of, accepting, endless(STREAMED, stream=True))
-        await asyncio.to_thread(they_write, cluster)
-        moving = asyncio.create_task(contract.transferred(cluster, before.read))
-        await a_lease_is_out(cluster, before.read, moving)
+        moving = asyncio.create_task(contract.transferred(cluster, read))
+        await a_lease_is_out(cluster, read, moving)
         with cluster.frozen("large"):
-            handed = loop.run_in_executor(pool, before.blind.escalate, HANDED)
-            is_asked = partial(before.blind.metric, "num_requests_running", tier="large")
+            wholly = loop.run_in_executor(pool, blind.post, endless(WHOLE))
+            streamed = loop.run_in_executor(pool, frames_of, blind, endless(STREAMED, stream=True))
+            await asyncio.to_thread(they_write, cluster)
+            handed = loop.run_in_executor(pool, blind.escalate, HANDED)
+            is_asked = partial(blind.metric, "num_requests_running", tier="large")
             await asyncio.to_thread(eventually, is_asked, "the large worker is asked to hand over")
             cluster.kill("small")
         (moved,) = await asyncio.gather(moving, return_exceptions=True)
@@ -153,24 +152,24 @@ async def test_killed_while_its_cache_was_read(cluster: Cluster, dead: UnderWay,
     reference.assert_right(answer, expected)
 
 
-def test_dead_between_prefill_and_transfer(before: Before, dead: UnderWay, right: Right) -> None:
-    reply = before.blind.escalate(FIRST)
+def test_dead_between_prefill_and_transfer(blind: Client, dead: UnderWay, right: Right) -> None:
+    reply = blind.escalate(FIRST)
     assert (reply.path, reply.told["tier"]) == ("fallback:worker_unavailable", "large")
     right(reply, FIRST)
 
 
 @pytest.mark.parametrize("policy", ["always_escalate", "confidence"])
-def test_dead_before_its_prefill(before: Before, dead: UnderWay, right: Right, policy: str) -> None:
+def test_dead_before_its_prefill(blind: Client, dead: UnderWay, right: Right, policy: str) -> None:
     asked = talk(f"Gertrude {policy}")
-    reply = before.blind.ask(asked, policy=policy)
+    reply = blind.ask(asked, policy=policy)
     assert (reply.path, reply.told["tier"]) == ("fallback:small_worker_unavailable", "large")
     right(reply, asked)
 
 
-def test_dead_and_noticed(before: Before, dead: UnderWay, right: Right) -> None:
-    eventually(lambda: not before.watching.tiers["small"], "the gateway knows")
+def test_dead_and_noticed(watching: Client, dead: UnderWay, right: Right) -> None:
+    eventually(lambda: not watching.tiers["small"], "the gateway knows")
     asked = talk("Laertes")
-    reply = before.watching.escalate(asked)
+    reply = watching.escalate(asked)
     assert (reply.path, reply.told["tier"]) == ("fallback:small_no_usable_worker", "large")
     right(reply, asked)
 
@@ -180,23 +179,23 @@ async def test_dead_by_the_contract(cluster: Cluster, before: Before, dead: Unde
         await contract.transferred(cluster, before.read)
 
 
-def test_anew_with_the_old_id_in_the_registry(anew: Before, right: Right) -> None:
+def test_anew_with_the_old_id_in_the_registry(blind: Client, anew: Before, right: Right) -> None:
     """The blind gateway takes it for the worker that it knew; the worker says that it is not."""
     asked = carried_on(FIRST, anew.first_answer)
-    replies = [anew.blind.ask(FIRST, "small"), anew.blind.ask(asked), anew.blind.escalate(talk("Yorick"))]
+    replies = [blind.ask(FIRST, "small"), blind.ask(asked), blind.escalate(talk("Yorick"))]
     assert replies[0].told["cached_tokens"] == 0
     for reply, wanted in zip(replies, (FIRST, asked, talk("Yorick")), strict=True):
         right(reply, wanted)
     assert replies[-1].path == "mapped"
 
 
-def test_anew_and_noticed(cluster: Cluster, anew: Before, right: Right) -> None:
-    eventually(lambda: anew.watching.tiers["small"], "the gateway knows that it is back")
-    reply = anew.watching.escalate(FIRST)
+def test_anew_and_noticed(cluster: Cluster, watching: Client, anew: Before, right: Right) -> None:
+    eventually(lambda: watching.tiers["small"], "the gateway knows that it is back")
+    reply = watching.escalate(FIRST)
     assert reply.path == "mapped", "the old id went with its epoch: a miss, and no failure"
     right(reply, FIRST)
-    assert anew.watching.metric("worker_restarts_total", target=cluster.id("small")) == 1
-    assert anew.watching.metric("prefix_cache_stale_total", tier="small") == 0
+    assert watching.metric("worker_restarts_total", target=cluster.id("small")) == 1
+    assert watching.metric("prefix_cache_stale_total", tier="small") == 0
 
 
 async def test_anew_by_the_contract(cluster: Cluster, anew: Before) -> None:

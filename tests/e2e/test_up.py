@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from gateway.commands import family as commands
-from gateway.commands.stack import remove_segments
-from tests.e2e.running import START_S, Client, eventually, is_alive, running, segments, settings_of
+from tests.e2e.running import START_S, Client, eventually, is_alive, segments, settings_of
 from workers.families import Family
 
 ROOT = Path(__file__).parents[2]
@@ -83,37 +82,58 @@ def up(settings: dict[str, Any], home: Path) -> Iterator[Up]:
     eventually(lambda: not started.segments, "its shared memory is gone")
 
 
-@pytest.fixture
-def alone(family: Family) -> dict[str, Any]:
-    """A stack of one worker, which is the sooner there."""
-    settings = settings_of(family, "alone")
+def one_worker(family: Family) -> dict[str, Any]:
+    """A stack of one worker, which is the sooner there. On other ports each time; the worker's id is always the same."""
+    settings = settings_of(family, "up")
     small = next(iter(settings["workers"].items()))
     deadlines = settings["deadlines"] | {"worker_poll_s": 0.2}
     return settings | {"tiers": settings["tiers"][:1], "workers": dict([small]), "deadlines": deadlines}
 
 
-def test_it_answers_starts_a_killed_worker_again_and_ends(alone: dict[str, Any], tmp_path: Path) -> None:
-    with up(alone, tmp_path) as kvrelay:
-        kvrelay.says("Ctrl-C stops everything")
-        url, body = curl_line(kvrelay.output.read_text())
+@pytest.fixture
+def alone(family: Family) -> dict[str, Any]:
+    return one_worker(family)
+
+
+def test_two_side_by_side(family: Family, tmp_path: Path) -> None:
+    """Their workers have the same id, and neither touches what is the other's."""
+    with up(one_worker(family), tmp_path / "one") as one, up(one_worker(family), tmp_path / "other") as other:
+        # 1. Each prints a line to paste, which is answered.
+        for kvrelay in (one, other):
+            kvrelay.says("Ctrl-C stops everything")
+        url, body = curl_line(one.output.read_text())
         with Client(url.removesuffix("/v1/chat/completions")) as client:
             first = client.post(json.loads(body))
             assert first.status == 200
             assert client.http.get("/metrics").status_code == 200
-            before, segments_before = kvrelay.children, kvrelay.segments
-            os.kill(kvrelay.worker, signal.SIGKILL)
+
+            # 2. The other is stopped while its worker lies dead. It leaves nothing, and takes nothing away.
+            assert len(one.segments) == 2, "one of each"
+            assert not any(segment.stat().st_mode & 0o077 for segment in one.segments)
+            children = other.children
+            os.kill(other.worker, signal.SIGKILL)
+            other.process.send_signal(signal.SIGTERM)
+            assert other.ends() == 0
+            assert "stopped" in other.output.read_text()
+            assert not [pid for pid in children if is_alive(pid)]
+            (segment,) = one.segments
+            assert client.post(json.loads(body)).text == first.text
+
+            # 3. A worker that is killed is started again.
+            children = one.children
+            os.kill(one.worker, signal.SIGKILL)
             eventually(lambda: not client.tiers["small"], "the gateway knows that it is dead")
             assert client.post(json.loads(body)).status == 503
             eventually(lambda: client.tiers["small"], "it was started again")
             assert client.post(json.loads(body)).text == first.text
-        assert len(kvrelay.children & before) == 1, "the gateway is the same, the worker is new"
-        assert len(kvrelay.segments) == 1 and kvrelay.segments != segments_before
-        children = kvrelay.children
-        kvrelay.process.send_signal(signal.SIGINT)
-        assert kvrelay.ends() == 0
-        assert "stopped" in kvrelay.output.read_text()
-        assert not [pid for pid in children if is_alive(pid)]
-        assert not kvrelay.segments
+        assert len(one.children & children) == 1, "the gateway is the same, the worker is new"
+        assert len(one.segments) == 1 and one.segments != [segment]
+
+        # 4. Killed itself, it takes its children with it.
+        children = one.children
+        assert len(children) == 2
+        one.process.kill()
+        eventually(lambda: not any(is_alive(pid) for pid in children), "its children have ended")
 
 
 def curl_line(output: str) -> tuple[str, str]:
@@ -133,16 +153,6 @@ def test_ended_while_it_starts(alone: dict[str, Any], tmp_path: Path, ending: si
         kvrelay.process.send_signal(ending)
         assert kvrelay.ends() == 0
         assert not [pid for pid in children if is_alive(pid)]
-
-
-def test_killed_itself(alone: dict[str, Any], tmp_path: Path) -> None:
-    with up(alone, tmp_path) as kvrelay:
-        kvrelay.says("Ctrl-C stops everything")
-        children = kvrelay.children
-        assert len(children) == 2 and len(kvrelay.segments) == 1
-        kvrelay.process.kill()
-        kvrelay.ends()
-        eventually(lambda: not any(is_alive(pid) for pid in children), "its children have ended")
 
 
 def of_gateway(settings: dict[str, Any]) -> int:
@@ -186,15 +196,3 @@ def test_a_worker_that_does_not_start_is_told(alone: dict[str, Any], tmp_path: P
         told = kvrelay.errors.read_text()
         reason = "num_threads.*greater than or equal to 1"
         assert re.search(f"kvrelay up: broken-one ended with status 2(.|\n)*{reason}", told)
-
-
-def test_a_stack_leaves_nothing_of_the_killed_nor_takes_from_the_living(alone: dict[str, Any], tmp_path: Path) -> None:
-    (worker_id,) = alone["workers"]
-    with running(alone, tmp_path) as cluster:
-        (segment,) = cluster.segments
-        assert segment.stat().st_mode & 0o777 == 0o600
-        remove_segments(worker_id)  # as another stack does, one of whose workers has the same id
-        assert cluster.segments == [segment]
-        cluster.kill("small")
-        assert cluster.segments == [segment]
-    # `running` asserts that no process and no segment is left.
