@@ -83,7 +83,7 @@ def up(settings: dict[str, Any], home: Path) -> Iterator[Up]:
 
 
 def one_worker(family: Family) -> dict[str, Any]:
-    """A stack of one worker, which is the sooner there. On other ports each time; the worker's id is always the same."""
+    """A stack of one worker, which is the sooner there; on new ports each time, and always with the same worker id."""
     settings = settings_of(family, "up")
     small = next(iter(settings["workers"].items()))
     deadlines = settings["deadlines"] | {"worker_poll_s": 0.2}

@@ -77,10 +77,12 @@ class Pool(PoolMemory):
     # -- blocks for a request ---------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> Hold:
-        """Zeroed blocks, evicting least recently used caches if need be. `PoolFull` if that does not free enough;
-        then nothing is evicted."""
+        """Zeroed blocks, evicting least recently used caches if need be. `PoolFull` if that does not free enough, or
+        if there are not so many: no mistake of the request's, which is answered without a cache. Then nothing is
+        evicted."""
         if not 0 <= num_blocks <= self.arena.num_blocks:
-            raise InvalidRequest(f"{num_blocks} blocks asked for; this pool has {self.arena.num_blocks}")
+            error = InvalidRequest if num_blocks < 0 else PoolFull
+            raise error(f"{num_blocks} blocks asked for; this pool has {self.arena.num_blocks}")
         with self._changed:
             self._check_open()
             self._expire(self._clock())

@@ -280,9 +280,9 @@ def test_what_cannot_be_had_evicts_nothing(pool: Pool) -> None:
         pool.get(entry.cache_id, SALT)
 
 
-@pytest.mark.parametrize("num_blocks", [-1, 17])
-def test_more_than_the_pool_has_is_refused_for_good(pool: Pool, num_blocks: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"{num_blocks} blocks asked for; this pool has 16"):
+@pytest.mark.parametrize(("num_blocks", "error"), [(-1, InvalidRequest), (17, PoolFull)])
+def test_what_no_pool_of_this_size_can_give(pool: Pool, num_blocks: int, error: type[KvrelayError]) -> None:
+    with pytest.raises(error, match=f"{num_blocks} blocks asked for; this pool has 16"):
         pool.allocate(num_blocks)
 
 
