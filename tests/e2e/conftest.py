@@ -24,12 +24,12 @@ class Right(Protocol):
     def __call__(self, reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None: ...
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def family() -> Family:
     return tiny_family()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def misfit(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The large model with one weight changed: other weights than the bundle was fitted for."""
     folder = Path(shutil.copytree(family.target, tmp_path_factory.mktemp("misfit") / "model"))
@@ -39,7 +39,7 @@ def misfit(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(family: Family, misfit: Path) -> Iterator[Reference]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def reference(family: Family, misfit: Path) -> Iterator[Reference]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def right(reference: Reference) -> Right:
     """Mapped answers equal the offline replay, all others the native answer of the model that gave them."""
 
@@ -61,7 +61,7 @@ def right(reference: Reference) -> Right:
     return assert_right
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(family: Family, misfit: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Small and large, and between them a tier whose model the bundle was not fitted for. A test that breaks something
     mends it."""
@@ -69,7 +69,7 @@ def cluster(family: Family, misfit: Path, tmp_path_factory: pytest.TempPathFacto
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def blind(cluster: Cluster) -> Iterator[Client]:
     """A gateway that learns of its workers' fate by its own calls only."""
     with cluster.gateway("blind", **NEVER_LOOKS) as client:

@@ -27,7 +27,7 @@ REQUEST_S = 60.0
 DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 1.0, "transfer_floor_s": 15.0, "shutdown_grace_s": 0.1}
 # A gateway that learns of nothing but by its own calls, gives up on the small worker early, and makes every call.
 NEVER_LOOKS = {
-    "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.06, "transfer_floor_s": 2.5},
+    "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.08, "transfer_floor_s": 4.0},
     "breaker": {"min_outcomes": 20},
 }
 CONTENT = {"name": "confidence", "threshold": -50.0, "num_tokens": 4}  # with whatever the small model answers
