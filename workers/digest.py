@@ -4,8 +4,9 @@
     c_i  = H(c_{i-1}, number of tokens, tokens of chunk i)      chunks of CHAIN_TOKENS, the last may be shorter
 
 `token_digest` names the first n tokens of a sequence and is equal on two workers when tokens and salt are: its chunk
-length is fixed here and has nothing to do with any pool's block size. `block_chain` is the same chain over the full
-blocks of one pool; it keys that pool's own prefix index and never leaves the worker.
+length is fixed here and has nothing to do with any pool's block size. `block_chain` is a chain of its own over the full
+blocks of one pool. It keys that pool's prefix index and never leaves the worker; what the KV of those tokens is, beside
+the tokens, stands in its seed (`KVIdentity`): two caches that may not stand for each other share no key.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workers.api.errors import InvalidRequest
 from workers.api.schemas import KVLayout, Provenance
 
 CHAIN_TOKENS = 64
 _TOKENS_DOMAIN = b"kvrelay/tokens/1"
-_BLOCKS_DOMAIN = b"kvrelay/blocks/1"
-_KEY_DOMAIN = b"kvrelay/cache-key/1"
+_BLOCKS_DOMAIN = b"kvrelay/blocks/2"
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,31 @@ def token_digest(token_ids: Sequence[int], salt: str) -> str:
     return TokenChain.start(salt).extend(token_ids).hexdigest
 
 
-def block_chain(token_ids: Sequence[int], salt: str, block_tokens: int) -> list[bytes]:
-    """One key for each full block of `block_tokens`; key i stands for all tokens up to the end of block i."""
-    packed = pack_tokens(token_ids)
-    full = len(packed) - len(packed) % (block_tokens * _TOKEN_BYTES)
-    return _chain(_hash(_BLOCKS_DOMAIN, salt.encode()), packed[:full], block_tokens)[1:]
+@dataclass(frozen=True)
+class KVIdentity:
+    """What two caches of equal tokens must share to stand for each other: the tenant, the model's weights, how the KV
+    lies in memory, and who computed it. An adapter merged into the weights is part of their fingerprint; the engines
+    serve no other kind."""
+
+    salt: str = field(repr=False)
+    fingerprint: str
+    layout: KVLayout
+    provenance: Provenance
+
+    @property
+    def seed(self) -> bytes:
+        layout = self.layout
+        geometry = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens, layout.dtype)
+        fields = (self.salt, self.fingerprint, repr(geometry), self.provenance)
+        return _hash(_BLOCKS_DOMAIN, *(field.encode() for field in fields))
 
 
-def cache_key(digest: str, fingerprint: str, layout: KVLayout, adapter: str, provenance: Provenance) -> str:
-    """What two caches must share to stand for each other: tokens and tenant, weights, layout, adapter, provenance."""
-    geometry = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens, layout.dtype)
-    fields = (digest, fingerprint, repr(geometry), adapter, provenance)
-    return _hash(_KEY_DOMAIN, *(field.encode() for field in fields)).hex()
+def block_chain(token_ids: Sequence[int], identity: KVIdentity) -> list[bytes]:
+    """The cache keys of a sequence: one for each full block of the layout; key i stands for all tokens up to the end of
+    block i, and for the identity."""
+    packed, size = pack_tokens(token_ids), identity.layout.block_tokens
+    full = len(packed) - len(packed) % (size * _TOKEN_BYTES)
+    return _chain(identity.seed, packed[:full], size)[1:]
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -88,9 +101,9 @@ def _chain(head: bytes, packed: bytes, chunk_tokens: int) -> list[bytes]:
 def _hash(*fields: bytes) -> bytes:
     """SHA-256 over the fields, each led by its length, so that no two lists of fields read the same."""
     state = hashlib.sha256()
-    for field in fields:
-        state.update(len(field).to_bytes(8, "little"))
-        state.update(field)
+    for part in fields:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
     return state.digest()
 
 

@@ -77,7 +77,6 @@ class HandoffTarget:
 
     pool: Pool
     model: str
-    fingerprint: str
     mappers: Callable[[], Sequence[Mapper]]
     prefill_head: PrefillHead
     run_step: RunStep
@@ -238,7 +237,7 @@ def plan_handoff(request: TransferRequest, ticket: Ticket, target: HandoffTarget
     """Everything that must hold before a source block is read. Raises `CacheMismatch`, `BundleUnusable`,
     `InvalidRequest`, `TransferFailed`."""
     _check_ticket(request, ticket)
-    mapper = choose_mapper(target.mappers(), request.mapper, ticket.fingerprint, target.fingerprint)
+    mapper = choose_mapper(target.mappers(), request.mapper, ticket.fingerprint, target.pool.fingerprint)
     _check_layout("source cache", ticket.layout, mapper.manifest.source.geometry, mapper)
     _check_layout("pool of this worker", target.pool.layout, mapper.manifest.target.geometry, mapper)
     num_tokens = ticket.num_tokens if request.num_tokens is None else request.num_tokens

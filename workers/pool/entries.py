@@ -42,7 +42,6 @@ class CacheEntry:
     expires_at: float
     provenance: Provenance = EXACT
     mapped: Span | None = None
-    adapter: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """`Pool`: the one owner of a worker's blocks and of the caches in them.
 
-    pool = Pool(create_arena("shm", layout, budget_bytes, worker="small-0", epoch=new_epoch()))
+    pool = Pool(create_arena("shm", layout, budget_bytes, worker="small-0", epoch=new_epoch()), model.fingerprint)
     with pool.match_prefix(ids, salt) as prefix, pool.allocate(3) as fresh:      # blocks in use by this request
         pool.scatter(fresh.blocks, kv)                                           # written here, then never again
         entry = pool.put(prefix.blocks + fresh.blocks, ids, salt, ttl_s=300)     # a cache, found by id or by prefix
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from mappers.cache import KVCache
 from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
 from workers.api.schemas import Provenance
-from workers.digest import block_chain, token_digest
+from workers.digest import KVIdentity, block_chain, token_digest
 from workers.pool.arena import Arena
 from workers.pool.blocks import blocks_for, check_blocks
 from workers.pool.entries import EXACT, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
@@ -41,8 +41,18 @@ _CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for
 
 
 class Pool(PoolMemory):
-    def __init__(self, arena: Arena, *, clock: Callable[[], float] = time.time, max_leases: int = MAX_LEASES):
+    """Blocks of one model, the one whose weights have `fingerprint`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        fingerprint: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        max_leases: int = MAX_LEASES,
+    ):
         super().__init__(arena)
+        self.fingerprint = fingerprint
         self._clock = clock
         self._max_leases = max_leases
         self._ledger = BlockLedger(arena.num_blocks)
@@ -91,9 +101,9 @@ class Pool(PoolMemory):
         self.arena.clear(dirty)
         return Hold(blocks, 0, self._drop_users)
 
-    def match_prefix(self, token_ids: Sequence[int], salt: str, adapter: str = "") -> Hold:
+    def match_prefix(self, token_ids: Sequence[int], salt: str) -> Hold:
         """The longest exact prefix of `token_ids` that this tenant's caches hold, in whole blocks; empty if none."""
-        keys = block_chain(token_ids, _index_salt(salt, adapter), self.layout.block_tokens)
+        keys = block_chain(token_ids, self._identity(salt, EXACT))
         with self._changed:
             blocks = self._index.match(keys)
             self._ledger.share(blocks)
@@ -119,13 +129,12 @@ class Pool(PoolMemory):
         ttl_s: float,
         provenance: Provenance = EXACT,
         mapped: Span | None = None,
-        adapter: str = "",
     ) -> CacheEntry:
         """Make a cache of blocks that the caller holds and has finished writing. `mapped` goes with a provenance other
         than exact. The cache is a user of its own: the caller still releases its hold."""
         self._check_put(blocks, token_ids, provenance, mapped)
         digest = token_digest(token_ids, salt)
-        keys = block_chain(token_ids, _index_salt(salt, adapter), self.layout.block_tokens)
+        keys = block_chain(token_ids, self._identity(salt, EXACT)) if provenance == EXACT else []
         now = self._clock()
         entry = CacheEntry(
             cache_id=new_cache_id(),
@@ -137,13 +146,11 @@ class Pool(PoolMemory):
             expires_at=now + ttl_s,
             provenance=provenance,
             mapped=mapped,
-            adapter=adapter,
         )
         with self._changed:
             self._ledger.share(entry.blocks)
             self._entries[entry.cache_id] = entry
-            if entry.is_exact:
-                self._index.add(keys, entry.blocks, entry.cache_id)
+            self._index.add(keys, entry.blocks, entry.cache_id)
             self._next_expiry = min(self._next_expiry, entry.expires_at)
         return entry
 
@@ -155,7 +162,6 @@ class Pool(PoolMemory):
         *,
         ttl_s: float,
         prefix: Hold | None = None,
-        adapter: str = "",
     ) -> CacheEntry:
         """A new cache of all `token_ids`: the first `kv.start` tokens from `prefix`, the others from `kv`.
 
@@ -164,7 +170,7 @@ class Pool(PoolMemory):
         """
         base = prefix.entry if prefix is not None else None
         shared, cut = divmod(kv.start, self.layout.block_tokens)
-        self._check_store(token_ids, kv, salt, prefix, adapter)
+        self._check_store(token_ids, kv, salt, prefix)
         with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared) as fresh:
             blocks = (prefix.blocks[:shared] if prefix else ()) + fresh.blocks
             if prefix is not None and cut:
@@ -177,7 +183,6 @@ class Pool(PoolMemory):
                 ttl_s=ttl_s,
                 provenance=base.provenance if base else EXACT,
                 mapped=_mapped_below(base.mapped, kv.start) if base and base.mapped else None,
-                adapter=adapter,
             )
 
     def get(self, cache_id: str, salt: str, *, require_exact: bool = False) -> CacheEntry:
@@ -232,6 +237,9 @@ class Pool(PoolMemory):
         """End what has expired by `now`. To be called every second or so; `allocate` and `get` do it too."""
         with self._changed:
             self._expire(self._clock() if now is None else now)
+
+    def _identity(self, salt: str, provenance: Provenance) -> KVIdentity:
+        return KVIdentity(salt, self.fingerprint, self.layout, provenance)
 
     # -- inside, with the lock held ---------------------------------------------------------------------------------
 
@@ -313,9 +321,7 @@ class Pool(PoolMemory):
         if mapped is not None and not 0 <= mapped.begin <= mapped.end <= len(token_ids):
             raise InvalidRequest(f"mapped tokens {mapped} do not lie in {len(token_ids)} tokens")
 
-    def _check_store(
-        self, token_ids: Sequence[int], kv: KVCache, salt: str, prefix: Hold | None, adapter: str
-    ) -> None:
+    def _check_store(self, token_ids: Sequence[int], kv: KVCache, salt: str, prefix: Hold | None) -> None:
         if kv.start + kv.num_tokens != len(token_ids):
             raise InvalidRequest(f"{len(token_ids)} tokens, but the KV ends at {kv.start + kv.num_tokens}")
         if kv.start > (prefix.num_tokens if prefix else 0):
@@ -326,8 +332,6 @@ class Pool(PoolMemory):
         if entry is None:
             return
         _check_use(entry, salt, require_exact=False)
-        if entry.adapter != adapter:
-            raise CacheMismatch(f"{entry.cache_id} is of adapter {entry.adapter!r}, not {adapter!r}", param="adapter")
         if entry.common_prefix(token_ids) < kv.start:
             raise CacheMismatch(f"the first {kv.start} tokens are not those of {entry.cache_id}", param="token_ids")
 
@@ -344,7 +348,3 @@ def _mapped_below(mapped: Span, start: int) -> Span:
     what was once read from a mapped cache is not taken for exact."""
     begin = min(mapped.begin, start)
     return Span(begin, max(begin, min(mapped.end, start)))
-
-
-def _index_salt(salt: str, adapter: str) -> str:
-    return f"{EXACT}|{adapter}|{salt}"

@@ -14,11 +14,10 @@ from workers.pool.pool import Pool
 
 @dataclass(frozen=True)
 class TicketOffice:
-    """Gives tickets for a pool whose blocks the model `model` with weights `fingerprint` has computed."""
+    """Gives tickets for a pool whose blocks the model called `model` has computed."""
 
     pool: Pool
     model: str
-    fingerprint: str
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
         return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
@@ -39,7 +38,7 @@ class TicketOffice:
             num_tokens=entry.num_tokens,
             digest=entry.digest,
             model=self.model,
-            fingerprint=self.fingerprint,
+            fingerprint=self.pool.fingerprint,
             provenance=entry.provenance,
             expires_at=lease.expires_at,
         )

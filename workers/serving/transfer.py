@@ -45,7 +45,6 @@ class Transfers:
             HandoffTarget(
                 pool=pool,
                 model=engine.model.name,
-                fingerprint=engine.model.fingerprint,
                 mappers=bundles.usable,
                 prefill_head=self._read_head,
                 run_step=self._run_step,

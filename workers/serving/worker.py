@@ -53,7 +53,7 @@ class Worker:
         self.answerer = Answerer(engine, pool, self.metrics)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
-        self.tickets = TicketOffice(pool, engine.model.name, engine.model.fingerprint)
+        self.tickets = TicketOffice(pool, engine.model.name)
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
             num_waiting=lambda: engine.admission.num_waiting,
@@ -135,4 +135,10 @@ def build_worker(
         epoch=new_epoch(),
         device=settings.device,
     )
-    return Worker(settings, engine, Pool(arena), bundles, connect or (lambda url: WorkerClient(url, secret)))
+    return Worker(
+        settings,
+        engine,
+        Pool(arena, engine.model.fingerprint),
+        bundles,
+        connect or (lambda url: WorkerClient(url, secret)),
+    )

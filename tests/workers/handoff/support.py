@@ -15,8 +15,8 @@ from mappers.cache import KVCache
 from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
 from mappers.mapper import Mapper, Sink, probe_name
 from mappers.rope import Rope
-from tests.workers.pool.support import LAYOUT, SALT, random_kv
-from tests.workers.transports.owner import FINGERPRINT, RemoteOwner
+from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
+from tests.workers.transports.owner import RemoteOwner
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
 from workers.engines.compute import Compute
@@ -109,9 +109,11 @@ def native_kv(token_ids: Sequence[int]) -> KVCache:
     return random_kv(0, len(token_ids), seed=1000 + sum(token_ids), layout=TARGET_LAYOUT)
 
 
-def make_pool(layout: KVLayout, *, kind: str = "inproc", num_blocks: int = NUM_BLOCKS, **more: Any) -> Pool:
+def make_pool(
+    layout: KVLayout, fingerprint: str = TARGET, *, kind: str = "inproc", num_blocks: int = NUM_BLOCKS, **more: Any
+) -> Pool:
     budget = num_blocks * block_bytes(layout)
-    return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), **more)
+    return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), fingerprint, **more)
 
 
 @dataclass
@@ -160,7 +162,7 @@ class Pair:
 
 def make_pair(kind: str = "inproc", **source: Any) -> Pair:
     compute = Compute(on_start=lambda: torch.set_num_threads(1))
-    pool = make_pool(source.pop("layout", SOURCE_LAYOUT), kind=kind, **source)
+    pool = make_pool(source.pop("layout", SOURCE_LAYOUT), SOURCE, kind=kind, **source)
     mapper = random_mapper()
 
     async def prefill_head(token_ids: Sequence[int]) -> KVCache:
@@ -169,7 +171,6 @@ def make_pair(kind: str = "inproc", **source: Any) -> Pair:
     target = HandoffTarget(
         pool=make_pool(TARGET_LAYOUT),
         model="large",
-        fingerprint=TARGET,
         mappers=lambda: [mapper],
         prefill_head=prefill_head,
         run_step=compute.run,
@@ -177,7 +178,7 @@ def make_pair(kind: str = "inproc", **source: Any) -> Pair:
         transports=readable_transports(cuda=False),
         chunk_tokens=CHUNK_TOKENS,
     )
-    return Pair(pool, TicketOffice(pool, "small", SOURCE), target, compute)
+    return Pair(pool, TicketOffice(pool, "small"), target, compute)
 
 
 def request(entry: CacheEntry, **changes: Any) -> TransferRequest:

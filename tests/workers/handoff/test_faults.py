@@ -165,9 +165,9 @@ async def test_an_epoch_that_has_passed() -> None:
     entry = pair.source_cache(20)
     ticket = await pair.office.lease(entry.cache_id, LeaseRequest(ttl_s=60, tenant_salt=SALT), timeout_s=1)
     pair.source.close()
-    restarted = make_pool(SOURCE_LAYOUT, kind="shm")
+    restarted = make_pool(SOURCE_LAYOUT, SOURCE, kind="shm")
     pair.source = restarted
-    pair.office = type(pair.office)(restarted, "small", SOURCE)
+    pair.office = type(pair.office)(restarted, "small")
     again = pair.source_cache(20)
     old = ticket.pool
     for export in (old, restarted.export().model_copy(update={"epoch": old.epoch})):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.pool.support import KINDS, ManualClock, make_arena
+from tests.workers.pool.support import FINGERPRINT, KINDS, ManualClock, make_arena
 from workers.pool.arena import Arena
 from workers.pool.pool import Pool
 
@@ -27,6 +27,6 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def pool(arena: Arena, clock: ManualClock) -> Iterator[Pool]:
-    pool = Pool(arena, clock=clock, max_leases=4)
+    pool = Pool(arena, FINGERPRINT, clock=clock, max_leases=4)
     yield pool
     pool.close()

@@ -14,6 +14,7 @@ from workers.pool.blocks import block_bytes
 
 SALT = "5a" * 16
 OTHER_SALT = "b7" * 16
+FINGERPRINT = "51" * 32
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
 
 KINDS = ["inproc", "shm", pytest.param("cuda_ipc", marks=pytest.mark.gpu)]

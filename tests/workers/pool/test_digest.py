@@ -3,14 +3,16 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.pool.support import LAYOUT, OTHER_SALT, SALT
+from tests.workers.pool.support import FINGERPRINT, LAYOUT, OTHER_SALT, SALT
 from workers.api.errors import InvalidRequest
-from workers.digest import CHAIN_TOKENS, TokenChain, block_chain, cache_key, token_digest
+from workers.digest import CHAIN_TOKENS, KVIdentity, TokenChain, block_chain, token_digest
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=3 * CHAIN_TOKENS)
 
@@ -56,12 +58,12 @@ def test_every_length_has_its_own_digest() -> None:
 def test_a_block_chain_has_a_key_for_each_full_block_and_agrees_on_common_prefixes(
     ids: list[int], block_tokens: int
 ) -> None:
-    keys = block_chain(ids, SALT, block_tokens)
+    identity = identity_of(layout=LAYOUT.model_copy(update={"block_tokens": block_tokens}))
+    keys = block_chain(ids, identity)
     assert len(keys) == len(ids) // block_tokens
-    assert block_chain([*ids, 1], SALT, block_tokens)[: len(keys)] == keys
-    assert not set(keys) & set(block_chain(ids, OTHER_SALT, block_tokens))
+    assert block_chain([*ids, 1], identity)[: len(keys)] == keys
     if ids and len(ids) >= block_tokens:
-        assert not set(keys) & set(block_chain([ids[0] ^ 1, *ids[1:]], SALT, block_tokens))
+        assert not set(keys) & set(block_chain([ids[0] ^ 1, *ids[1:]], identity))
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, "7", 1.5, None])
@@ -70,14 +72,19 @@ def test_what_is_no_token_id_is_named(bad: object) -> None:
         token_digest([1, bad], SALT)  # type: ignore[list-item]
 
 
-def test_a_cache_key_changes_with_each_of_its_parts() -> None:
-    keys = {
-        cache_key("d" * 64, "f" * 64, LAYOUT, "", "exact"),
-        cache_key("e" * 64, "f" * 64, LAYOUT, "", "exact"),
-        cache_key("d" * 64, "a" * 64, LAYOUT, "", "exact"),
-        cache_key("d" * 64, "f" * 64, LAYOUT.model_copy(update={"dtype": "float16"}), "", "exact"),
-        cache_key("d" * 64, "f" * 64, LAYOUT.model_copy(update={"block_tokens": 8}), "", "exact"),
-        cache_key("d" * 64, "f" * 64, LAYOUT, "lora", "exact"),
-        cache_key("d" * 64, "f" * 64, LAYOUT, "", "mapped:x"),
-    }
-    assert len(keys) == 7
+def identity_of(**changes: Any) -> KVIdentity:
+    return replace(KVIdentity(SALT, FINGERPRINT, LAYOUT, "exact"), **changes)
+
+
+def test_a_cache_key_changes_with_each_part_of_its_identity() -> None:
+    """Equal tokens; a key in common would let one cache stand for another that it may not stand for."""
+    layouts = [{"num_layers": 16}, {"num_kv_heads": 16}, {"head_dim": 16}, {"dtype": "float16"}]
+    identities = [
+        identity_of(),
+        identity_of(salt=OTHER_SALT),
+        identity_of(fingerprint="a" * 64),
+        *(identity_of(layout=LAYOUT.model_copy(update=change)) for change in layouts),
+        identity_of(provenance="mapped:x"),
+    ]
+    chains = [block_chain(range(4 * LAYOUT.block_tokens), identity) for identity in identities]
+    assert len({key for chain in chains for key in chain}) == 4 * len(identities)

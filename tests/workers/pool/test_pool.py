@@ -147,8 +147,6 @@ def test_what_a_store_says_must_fit(pool: Pool) -> None:
         ):
             with pytest.raises(error, match=message):
                 pool.store(ids, kv, SALT, ttl_s=1, prefix=held)
-        with pytest.raises(CacheMismatch, match="adapter '', not 'lora'"):
-            pool.store(range(100, 112), random_kv(10, 12), SALT, ttl_s=1, prefix=held, adapter="lora")
     assert free(pool) == 13
 
 
@@ -168,10 +166,9 @@ def test_an_exact_prefix_is_found_in_whole_blocks(pool: Pool) -> None:
             assert (match.num_tokens, match.blocks) == (num_tokens, entry.blocks[: num_tokens // SIZE])
 
 
-def test_a_prefix_is_not_found_for_another_tenant_or_adapter(pool: Pool) -> None:
+def test_a_prefix_is_not_found_for_another_tenant(pool: Pool) -> None:
     entry = store(pool, 8)
     assert pool.match_prefix(entry.token_ids, OTHER_SALT).num_tokens == 0
-    assert pool.match_prefix(entry.token_ids, SALT, adapter="lora").num_tokens == 0
 
 
 def test_mapped_blocks_are_never_found_by_their_tokens(pool: Pool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mappers.cache import KVCache
-from tests.workers.pool.support import LAYOUT, SALT, ManualClock, assert_same, random_kv
+from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import CacheNotFound
 from workers.pool.arena import HeapArena, new_epoch
 from workers.pool.blocks import blocks_for
@@ -36,7 +36,7 @@ class PoolModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.clock = ManualClock()
-        self.pool = Pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()), clock=self.clock)
+        self.pool = Pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()), FINGERPRINT, clock=self.clock)
         self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.holds: list[Hold] = []

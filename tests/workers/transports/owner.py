@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.workers.pool.support import LAYOUT, SALT, random_kv
+from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
 from workers.api.schemas import KVLayout, Ticket
 from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import block_bytes
@@ -22,16 +22,15 @@ from workers.pool.pool import Pool
 from workers.pool.segment import SHM
 from workers.pool.tickets import TicketOffice
 
-FINGERPRINT = "51" * 32
-
 
 class LocalOwner:
     def __init__(self, kind: str, *, num_blocks: int = 16, layout: KVLayout = LAYOUT, directory: Path = SHM):
         budget = num_blocks * block_bytes(layout)
         self.pool = Pool(
-            create_arena(kind, layout, budget, worker="test-owner", epoch=new_epoch(), directory=directory)
+            create_arena(kind, layout, budget, worker="test-owner", epoch=new_epoch(), directory=directory),
+            FINGERPRINT,
         )
-        self._office = TicketOffice(self.pool, "small", FINGERPRINT)
+        self._office = TicketOffice(self.pool, "small")
         self._layout = layout
 
     def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
