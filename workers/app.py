@@ -18,5 +18,5 @@ def create_app(worker: Worker, secret: str) -> ASGIApp:
     install_error_replies(app)
     for part in (health, prompts, caches, completions):
         app.include_router(part.router)
-    limited = LimitBody(app, worker.settings.max_body_bytes)
+    limited = LimitBody(app, worker.settings.max_body_bytes, worker.settings.body_timeout_s)
     return CountCalls(RequireSecret(limited, secret), worker.metrics)

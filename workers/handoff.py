@@ -71,9 +71,25 @@ PrefillHead = Callable[[Sequence[int]], Awaitable[KVCache]]
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code, or `cancelled`; `reply` is there
+    if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
+
+    result: str
+    seconds: float
+    num_mapped: int = 0
+    reply: TransferReply | None = None
+
+    @property
+    def mapping_s(self) -> float:
+        """What the mapped tokens cost: reading the source, mapping, writing."""
+        return (self.reply.copy_ms + self.reply.map_ms + self.reply.write_ms) / 1000 if self.reply else 0.0
+
+
+@dataclass(frozen=True)
 class HandoffTarget:
     """What the receiving worker lends to its handoffs. `mappers` gives those usable at the moment of the call,
-    `transports` names those that it reads."""
+    `transports` names those that it reads. `observe` hears of each handoff once."""
 
     pool: Pool
     model: str
@@ -82,6 +98,7 @@ class HandoffTarget:
     run_step: RunStep
     readers: Readers
     transports: Sequence[str]
+    observe: Callable[[Outcome], None] = lambda outcome: None
     chunk_tokens: int = CHUNK_TOKENS
     max_handoffs: int = MAX_HANDOFFS
 
@@ -149,7 +166,7 @@ class Handoffs:
             )
         key = tuple(request.model_dump(exclude={"deadline_ms"}).values())
         deadline = time.monotonic() + request.deadline_ms / 1000
-        return await self._work.run(key, deadline, lambda job: self._hand_over(request, peer, job))
+        return await self._work.run(key, deadline, lambda job: self._observed(request, peer, job))
 
     async def aclose(self) -> None:
         """Stop what runs; wait until it is cleaned up and the leases are given back."""
@@ -157,8 +174,20 @@ class Handoffs:
         if self._releases:
             await asyncio.wait(self._releases)
 
-    async def _hand_over(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> TransferReply:
+    async def _observed(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> TransferReply:
         clock = Clock()
+        try:
+            plan, reply = await self._hand_over(request, peer, job, clock)
+        except (KvrelayError, asyncio.CancelledError) as error:
+            result = error.code if isinstance(error, KvrelayError) else "cancelled"
+            self._target.observe(Outcome(result, clock.total_s))
+            raise
+        self._target.observe(Outcome("ok", clock.total_s, plan.num_tokens - plan.head, reply))
+        return reply
+
+    async def _hand_over(
+        self, request: TransferRequest, peer: Peer, job: Job[TransferReply], clock: Clock
+    ) -> tuple[Plan, TransferReply]:
         ticket = await self._lease(request, peer, job)
         clock.lease_s = clock.total_s
         try:
@@ -166,7 +195,7 @@ class Handoffs:
             entry = await self._bring(plan, request, job, clock)
         finally:
             self._give_back(peer, ticket)
-        return _reply(entry, plan, self._target.pool.epoch, clock)
+        return plan, _reply(entry, plan, self._target.pool.epoch, clock)
 
     async def _lease(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> Ticket:
         """A ticket that lasts as long as this handoff may. One that is granted and never arrives expires by itself."""

@@ -63,6 +63,7 @@ class WorkerSettings(BaseModel):
     max_queue: int = Field(default=64, ge=0)
     max_model_len: int | None = Field(default=None, ge=2)
     max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
+    body_timeout_s: float = Field(default=10.0, gt=0)
     bundles: list[str] = []
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}

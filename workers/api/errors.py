@@ -4,7 +4,8 @@
     ├── InvalidRequest        400  a value that no retry mends
     │   ├── ContextLengthExceeded 400
     │   ├── ModelNotFound     404  the worker runs another model
-    │   └── RequestTooLarge   413
+    │   ├── RequestTooLarge   413
+    │   └── RequestTooSlow    408  its body did not arrive in time
     ├── Unauthorized          401  the cluster secret is missing or wrong
     ├── CacheUnusable         409  the cache exists no more, or may not serve this request
     │   ├── CacheNotFound     404  never known here, expired, or evicted
@@ -57,6 +58,10 @@ class ModelNotFound(InvalidRequest):
 
 class RequestTooLarge(InvalidRequest):
     status, code = 413, "request_too_large"
+
+
+class RequestTooSlow(InvalidRequest):
+    status, code = 408, "request_timeout"
 
 
 class Unauthorized(KvrelayError):

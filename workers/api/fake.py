@@ -109,6 +109,7 @@ class FakeWorker:
     max_model_len: int = 100_000
     cut_after: int | None = None  # words, after which a stream ends without [DONE]
     break_after: int | None = None  # words, after which a stream ends with an error frame
+    tells_early: bool = True  # what it reused stands in the first chunk too
 
     def __post_init__(self) -> None:
         self.calls: list[Call] = []
@@ -117,6 +118,7 @@ class FakeWorker:
         self.is_frozen = False
         self.epoch = secrets.token_hex(8)
         self._faults: dict[str, Fault] = {}
+        self._stalls: dict[str, int] = {}
         self._app = Starlette(routes=self._routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,8 +136,13 @@ class FakeWorker:
         """Answers 200 with something that is no reply of the contract."""
         self._faults[call] = Fault(garbage=True, times=times)
 
+    def stall(self, call: str, *, after: int) -> None:
+        """Answers of this kind (`chat`, `cached_chat`) stop after so many words, and stay open."""
+        self._stalls[call] = after
+
     def heal(self) -> None:
         self._faults.clear()
+        self._stalls.clear()
 
     def restart(self) -> None:
         """As a process that was started anew on the same port: another epoch, no caches."""
@@ -251,8 +258,7 @@ class FakeWorker:
 
     async def _chat(self, request: Request) -> Response:
         body = await request.body()
-        cached = bool(orjson.loads(body).get("kv_transfer_params", {}).get("cache_id"))
-        return await self._reply(request, "cached_chat" if cached else "chat", self._begin_answer)
+        return await self._reply(request, _kind(_parse(ChatRequest, orjson.loads(body))), self._begin_answer)
 
     async def _begin_answer(self, body: dict[str, Any]) -> Response:
         asked = _parse(ChatRequest, body)
@@ -291,9 +297,10 @@ class FakeWorker:
         self, asked: ChatRequest, tokens: list[str], usage: KVUsage, provenance: str
     ) -> AsyncGenerator[bytes, None]:
         words = self.says(asked.messages).split(" ")[: asked.max_tokens or asked.max_completion_tokens]
+        opening: dict[str, Any] = {"choices": [_delta({"role": "assistant", "content": ""})]}
         try:
-            yield _frame({"choices": [_delta({"role": "assistant", "content": ""})]})
-            async for word in self._words(words):
+            yield _frame(opening | ({"kv_transfer_params": usage.model_dump()} if self.tells_early else {}))
+            async for word in self._words(words, self._stalls.get(_kind(asked))):
                 logprobs = {"content": [{"token": word, "logprob": self.logprob, "bytes": None, "top_logprobs": []}]}
                 yield _frame({"choices": [_delta({"content": word}, logprobs if asked.logprobs else None)]})
         except Cut:
@@ -310,8 +317,10 @@ class FakeWorker:
             yield _frame(last)
         yield b"data: [DONE]\n\n"
 
-    async def _words(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
+    async def _words(self, words: Sequence[str], stall_after: int | None) -> AsyncGenerator[str, None]:
         for index, word in enumerate(words):
+            if index == stall_after:
+                await asyncio.sleep(3600)
             if index == self.cut_after:
                 raise Cut
             if index == self.break_after:
@@ -463,6 +472,10 @@ def _parse(kind: type[M], body: dict[str, Any]) -> M:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _kind(asked: ChatRequest) -> str:
+    return "cached_chat" if asked.kv_transfer_params and asked.kv_transfer_params.cache_id else "chat"
 
 
 def _delta(delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Pure ASGI middleware around every call: the cluster secret, the size of the body, and the count of it all."""
+"""Pure ASGI middleware around every call: the cluster secret, the body's size and time, and the count of it all."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from workers.api.errors import RequestTooLarge, Unauthorized
+from workers.api.errors import RequestTooLarge, RequestTooSlow, Unauthorized
 from workers.api.schemas import SECRET_HEADER
 from workers.metrics import WorkerMetrics
 from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply
@@ -34,22 +35,33 @@ class RequireSecret:
 
 
 class LimitBody:
-    """Receives the whole body before the app does, and refuses one of more than `max_bytes`."""
+    """Receives the whole body before the app does; refuses one of more than `max_bytes`, and one that has not arrived
+    whole within `max_s`, however steadily it trickles in."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
+    def __init__(self, app: ASGIApp, max_bytes: int, max_s: float):
         self._app = app
         self._max_bytes = max_bytes
+        self._max_s = max_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._receive(scope, receive)
-        except RequestTooLarge as error:
-            await error_reply(error)(scope, receive, send)
+            body = await self._receive_in_time(scope, receive)
+        except (RequestTooLarge, RequestTooSlow) as error:
+            reply = error_reply(error)
+            reply.headers["connection"] = "close"  # the rest of the body is not read
+            await reply(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
+
+    async def _receive_in_time(self, scope: Scope, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self._max_s):
+                return await self._receive(scope, receive)
+        except TimeoutError as error:
+            raise RequestTooSlow(f"the body did not arrive within {self._max_s:g} s") from error
 
     async def _receive(self, scope: Scope, receive: Receive) -> Message:
         announced = dict(scope["headers"]).get(b"content-length", b"")

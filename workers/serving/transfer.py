@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mappers.cache import KVCache
 from workers.api.client import WorkerClient
-from workers.api.errors import InvalidRequest, KvrelayError
+from workers.api.errors import InvalidRequest
 from workers.api.schemas import TransferReply, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.admission import Claim
 from workers.engines.base import Engine
-from workers.handoff import Handoffs, HandoffTarget
+from workers.handoff import Handoffs, HandoffTarget, Outcome
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
 from workers.settings import WorkerSettings
@@ -50,25 +49,13 @@ class Transfers:
                 run_step=self._run_step,
                 readers=self.readers,
                 transports=self.transports,
+                observe=self._count,
             )
         )
 
     async def transfer(self, request: TransferRequest) -> TransferReply:
         """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is not configured."""
-        peer = self._peer(request)
-        began = time.monotonic()
-        result = "cancelled"
-        try:
-            reply = await self._handoffs.transfer(request, peer=peer)
-            result = "ok"
-        except KvrelayError as error:
-            result = error.code
-            raise
-        finally:
-            self._metrics.transfers.labels(result).inc()
-            self._metrics.transfer_seconds.observe(time.monotonic() - began)
-        self._count(request, reply)
-        return reply
+        return await self._handoffs.transfer(request, peer=self._peer(request))
 
     async def aclose(self) -> None:
         await self._handoffs.aclose()
@@ -92,8 +79,10 @@ class Transfers:
     async def _run_step(self, step: Callable[[], Any]) -> Any:
         return await self._engine.compute.run(step, priority=PRIORITY)
 
-    def _count(self, request: TransferRequest, reply: TransferReply) -> None:
-        mapped = max(0, reply.num_tokens - request.native_head)
-        self._metrics.transfer_tokens.inc(mapped)
-        self._metrics.transfer_bytes.inc(reply.bytes)
-        self._engine.rates.record("map", mapped, reply.map_ms / 1e3)
+    def _count(self, outcome: Outcome) -> None:
+        self._metrics.transfers.labels(outcome.result).inc()
+        self._metrics.transfer_seconds.observe(outcome.seconds)
+        if outcome.reply is not None:
+            self._metrics.transfer_tokens.inc(outcome.num_mapped)
+            self._metrics.transfer_bytes.inc(outcome.reply.bytes)
+            self._engine.rates.record("map", outcome.num_mapped, outcome.mapping_s)

@@ -40,6 +40,7 @@ from workers.api.errors import (
 )
 from workers.api.schemas import LeaseRequest
 from workers.digest import token_digest
+from workers.handoff import Outcome
 from workers.pool.entries import CacheEntry, Span
 from workers.pool.pool import PoolFull
 
@@ -359,9 +360,14 @@ async def test_a_running_step_ends_before_its_blocks_are_freed(pair: Pair) -> No
 
 async def test_equal_handoffs_are_one(pair: Pair) -> None:
     entry, peer = pair.source_cache(100), ForgingPeer(pair.office)
+    outcomes: list[Outcome] = []
+    pair.adjust(observe=outcomes.append)
     replies = await asyncio.gather(*(pair.handoffs.transfer(request(entry), peer=peer) for _ in range(5)))
     assert peer.num_leased == 1 and len({reply.cache_id for reply in replies}) == 1
     assert pair.target.pool.stats.num_caches == 1
+    (outcome,) = outcomes  # counted once, however many waited; what it cost is all that was done to the tokens
+    assert (outcome.result, outcome.num_mapped, outcome.reply) == ("ok", 96, replies[0])
+    assert outcome.mapping_s * 1000 == pytest.approx(replies[0].copy_ms + replies[0].map_ms + replies[0].write_ms)
     await pair.handoffs.transfer(request(entry), peer=peer)
     assert peer.num_leased == 2
 

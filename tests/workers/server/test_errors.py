@@ -134,6 +134,19 @@ async def test_a_body_that_is_too_large(folder: Path) -> None:
         assert unannounced.status_code == 413
 
 
+async def test_a_body_that_trickles_in(folder: Path) -> None:
+    async def trickle() -> Any:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.02)
+
+    async with serving(folder, body_timeout_s=0.1) as served:
+        async with asyncio.timeout(5):
+            reply = await served.http.post("/v1/tokenize", content=trickle())
+    assert reply.status_code == 408 and error_of(reply)["code"] == "request_timeout"
+    assert reply.headers["connection"] == "close"
+
+
 @pytest.mark.parametrize("secret", [None, "", SECRET[:-1], SECRET + "x"])
 @pytest.mark.parametrize("path", ROUTES)
 async def test_nothing_is_done_without_the_cluster_secret(served: Served, path: str, secret: str | None) -> None:
