@@ -271,8 +271,8 @@ class CompletionRequest(BaseModel):
 
 
 class KVUsage(Reply):
-    """What the engine did for one answer. Stands in the reply's (or the last chunk's) `kv_transfer_params`; what is known
-    before the first token (path, cached and mapped tokens) may stand in a stream's first chunk as well.
+    """What the engine did for one answer. Stands in the reply's (or the last chunk's) `kv_transfer_params`; what is
+    known before the first token (path, cached and mapped tokens) may stand in a stream's first chunk as well.
 
     `cache_id` covers everything read and written, `num_tokens` of it. `cached_tokens` are exact prefix hits,
     `mapped_tokens` came from a mapper, the rest of the prompt was read natively. With `agreement_probe` N, the worker

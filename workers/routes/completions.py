@@ -60,13 +60,17 @@ async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:
 async def _stream(
     worker: Worker, job: AnswerJob, shape: Shape, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Frames of a stream; the first one when the first piece is there."""
+    """Frames of a stream, the first one when the first piece is there. The first tells where the prompt came from, the
+    last what was kept as well."""
     async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
-        opening = shape.opening()
+        opening, first = shape.opening(), True
         async for piece in pieces:
-            for chunk in [*opening, shape.piece(piece)]:
+            chunks = [*opening, shape.piece(piece)]
+            if first:
+                chunks[0]["kv_transfer_params"] = answer.usage.model_dump()
+            for chunk in chunks:
                 yield frame(chunk)
-            opening = []
+            opening, first = [], False
         usage = await answer.settle()
         closing = [*opening, shape.finish(answer.finish_reason)]
         if include_usage:

@@ -129,6 +129,21 @@ class Answer:
     def num_prompt(self) -> int:
         return len(self.job.prompt.token_ids)
 
+    @property
+    def usage(self) -> KVUsage:
+        """What is known before anything is kept: where the prompt came from, and the times so far."""
+        return KVUsage(
+            epoch=self._answerer.pool.epoch,
+            path=self.reuse.path,
+            provenance=self.reuse.provenance,
+            cached_tokens=self.reuse.cached_tokens,
+            mapped_tokens=self.reuse.mapped_tokens,
+            stable_tokens=self.job.prompt.stable_tokens,
+            queue_ms=self._claim.waited_s * 1e3,
+            prefill_ms=self._prefill_s * 1e3,
+            ttft_ms=self._ttft_s * 1e3,
+        )
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it is written, up to an end token, a stop string or `max_tokens`."""
         engine = self._answerer.engine
@@ -154,17 +169,7 @@ class Answer:
         """Keep what was read and written, probe if asked to, and tell what the engine did."""
         self._answerer.metrics.e2e.observe(time.monotonic() - self.job.arrived)
         self._answerer.metrics.generation_tokens.inc(self.num_written)
-        usage = KVUsage(
-            epoch=self._answerer.pool.epoch,
-            path=self.reuse.path,
-            provenance=self.reuse.provenance,
-            cached_tokens=self.reuse.cached_tokens,
-            mapped_tokens=self.reuse.mapped_tokens,
-            stable_tokens=self.job.prompt.stable_tokens,
-            queue_ms=self._claim.waited_s * 1e3,
-            prefill_ms=self._prefill_s * 1e3,
-            ttft_ms=self._ttft_s * 1e3,
-        )
+        usage = self.usage
         if entry := await self._keep():
             usage = usage.model_copy(update=_told(entry))
         if agreement := await self._probe():

@@ -51,7 +51,9 @@ async def test_a_stream_says_the_same(served: Served) -> None:
     assert told(parts) == content(whole)
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert "kv_transfer_params" in parts[-1] and not any("usage" in part for part in parts)
+    early, late = parts[0]["kv_transfer_params"], parts[-1]["kv_transfer_params"]
+    assert (early["path"], early["cache_id"]) == ("prefill", None) and late["cache_id"]
+    assert not any("usage" in part for part in parts)
     assert len({part["id"] for part in parts}) == 1
 
 

@@ -1,0 +1,275 @@
+"""`FakeWorker`: the calls of the contract, over words."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from workers.api.errors import (
+    CacheMismatch,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrelayError,
+    TransferFailed,
+    Unauthorized,
+)
+from workers.api.fake.answers import Answer
+from workers.api.fake.caches import Cache, Caches, common, render
+from workers.api.fake.faults import Body, Call, Faulty
+from workers.api.fake.wire import json_reply, parse, until_disconnected
+from workers.api.schemas import (
+    SECRET_HEADER,
+    ChatRequest,
+    KVLayout,
+    KVTransferParams,
+    KVUsage,
+    Message,
+    PrefillReply,
+    PrefillRequest,
+    Prompt,
+    Rates,
+    TokenizeReply,
+    TransferReply,
+    TransferRequest,
+    WorkerInfo,
+)
+
+T = TypeVar("T")
+Work = Callable[[Body], Awaitable[Body | Response]]
+
+FAKE_SECRET = "fake-cluster-secret-0123456789abcdef"
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+MS_PER_TOKEN = 1.0  # what it claims to take for reading
+BYTES_PER_TOKEN = LAYOUT.num_layers * 2 * LAYOUT.num_kv_heads * LAYOUT.head_dim * 4
+
+
+@dataclass
+class FakeWorker(Faulty):
+    """Calls are `info`, `readyz`, `prefill`, `transfer`, `chat` (without a cache), `cached_chat` and `tokenize`."""
+
+    name: str
+    model: str
+    peers: Mapping[str, FakeWorker] = field(default_factory=dict)
+    secret: str = FAKE_SECRET
+    rates: Rates = field(default_factory=Rates)
+    logprob: float = -0.125
+    answer: str | None = None  # in place of what it says by itself
+    answers_to: Mapping[str, str] = field(default_factory=dict)  # the text of the last message
+    tool_call: dict[str, Any] | None = None
+    token_s: float = 0.0
+    max_model_len: int = 100_000
+    cut_after: int | None = None  # words, after which a stream ends without [DONE]
+    break_after: int | None = None  # words, after which a stream ends with an error frame
+    tells_early: bool = True  # what it reused stands in the first chunk too
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.stored = Caches()
+        self.num_hang_ups = 0
+        self._app = Starlette(routes=self._routes())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    @property
+    def caches(self) -> dict[str, Cache]:
+        return self.stored.by_id
+
+    def restart(self) -> None:
+        """As a process that was started anew on the same port: another epoch, no caches."""
+        self.stored.restart()
+
+    def says(self, messages: Sequence[Message]) -> str:
+        """What it answers to these messages."""
+        answer = self.answers_to.get(messages[-1].text, self.answer)
+        if answer is not None:
+            return answer
+        return f"{self.model} answers {zlib.crc32(' '.join(render(messages)).encode()):08x} and that is all"
+
+    # The contract
+
+    def _routes(self) -> list[Route]:
+        works: dict[str, tuple[str, Work]] = {
+            "/livez": ("livez", self._nothing),
+            "/readyz": ("readyz", self._nothing),
+            "/v1/info": ("info", self._info),
+        }
+        posts: dict[str, tuple[str, Work]] = {
+            "/v1/prefix/prefill": ("prefill", self._read),
+            "/v1/cache/transfer": ("transfer", self._map),
+            "/v1/tokenize": ("tokenize", self._count),
+        }
+        return [
+            *(Route(path, self._call(*work)) for path, work in works.items()),
+            *(Route(path, self._call(*work), methods=["POST"]) for path, work in posts.items()),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+        ]
+
+    def _call(self, name: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
+        async def called(request: Request) -> Response:
+            return await self._reply(request, name, work)
+
+        return called
+
+    async def _nothing(self, body: Body) -> Body:
+        return {}
+
+    async def _info(self, body: Body) -> Body:
+        info = WorkerInfo(
+            worker=self.name,
+            model=self.model,
+            fingerprint=hashlib.sha256(self.model.encode()).hexdigest(),
+            engine="fake",
+            device="none",
+            layout=LAYOUT,
+            epoch=self.stored.epoch,
+            max_model_len=self.max_model_len,
+            transports=["shm"],
+            bundles=[],
+            pool_blocks=1000,
+            free_blocks=1000,
+            rates=self.rates,
+            pid=os.getpid(),
+        )
+        return info.model_dump()
+
+    async def _count(self, body: Body) -> Body:
+        tokens = render(parse(Prompt, body).messages or [])
+        return TokenizeReply(token_ids=list(range(len(tokens))), num_tokens=len(tokens)).model_dump()
+
+    async def _read(self, body: Body) -> Body:
+        asked = parse(PrefillRequest, body)
+        tokens = render(asked.messages or [])
+        self._check_length(tokens)
+        known = self.stored.longest_exact(tokens, asked.tenant_salt)
+        cache = self.stored.store(tokens, asked.tenant_salt, "exact", 0, asked.ttl_s)
+        took_ms = (len(tokens) - known) * MS_PER_TOKEN
+        return PrefillReply(cached_tokens=known, prefill_ms=took_ms, **self.stored.told(cache)).model_dump()
+
+    async def _map(self, body: Body) -> Body:
+        asked = parse(TransferRequest, body)
+        source = await self._lease(asked)
+        num_tokens = min(asked.num_tokens or len(source.tokens), len(source.tokens))
+        mapped = num_tokens - asked.native_head
+        tokens = source.tokens[:num_tokens]
+        cache = self.stored.store(tokens, asked.tenant_salt, "mapped:fake-bundle", mapped, asked.ttl_s)
+        reply = TransferReply(
+            mapper="fake-bundle",
+            map_ms=2.0,
+            copy_ms=1.0,
+            total_ms=3.0,
+            bytes=mapped * BYTES_PER_TOKEN,
+            **self.stored.told(cache),
+        )
+        return reply.model_dump()
+
+    async def _lease(self, asked: TransferRequest) -> Cache:
+        peer = self.peers.get(asked.source_worker)
+        if peer is None:
+            raise TransferFailed(f"unknown worker {asked.source_worker!r}; known: {', '.join(self.peers) or 'none'}")
+        until = time.monotonic() + asked.deadline_ms / 1000
+        while peer.is_frozen:
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(f"{peer.name} did not answer in time")
+            await asyncio.sleep(0.01)
+        source = peer.stored.find(asked.cache_id, asked.tenant_salt)
+        if source.provenance != "exact":
+            raise CacheMismatch(f"{source.cache_id} is {source.provenance}; a source must be exact")
+        return source
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.body()
+        cached = (orjson.loads(body).get("kv_transfer_params") or {}).get("cache_id")
+        return await self._reply(request, "cached_chat" if cached else "chat", self._begin_answer)
+
+    async def _begin_answer(self, body: Body) -> Response:
+        asked = parse(ChatRequest, body)
+        if asked.top_logprobs and not asked.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        tokens = render(asked.messages)
+        self._check_length(tokens)
+        answer = Answer(self, asked, tokens, self._look_up(asked, tokens))
+        return StreamingResponse(answer.frames(), media_type="text/event-stream")
+
+    def _look_up(self, asked: ChatRequest, tokens: list[str]) -> KVUsage:
+        """What of the prompt stands in a cache."""
+        params = asked.kv_transfer_params or KVTransferParams()
+        if params.cache_id is not None:
+            return self._over(self.stored.find(params.cache_id, asked.tenant_salt), params, tokens)
+        known = self.stored.longest_exact(tokens, asked.tenant_salt) if params.reuse else 0
+        return KVUsage(
+            epoch=self.stored.epoch,
+            path="exact" if known else "prefill",
+            cached_tokens=known,
+            prefill_ms=(len(tokens) - known) * MS_PER_TOKEN,
+        )
+
+    def _over(self, cache: Cache, params: KVTransferParams, tokens: list[str]) -> KVUsage:
+        shared = common(cache.tokens, tokens)
+        if params.require_exact and cache.provenance != "exact":
+            raise CacheMismatch(f"{cache.cache_id} is {cache.provenance}; an exact one is required")
+        if shared == 0:
+            raise CacheMismatch(f"{cache.cache_id} holds other tokens than this prompt begins with")
+        mapped = min(cache.num_mapped, shared)
+        return KVUsage(
+            epoch=self.stored.epoch,
+            path="mapped" if mapped else "exact",
+            cached_tokens=0 if mapped else shared,
+            mapped_tokens=mapped,
+            provenance=cache.provenance,
+            prefill_ms=(len(tokens) - shared) * MS_PER_TOKEN,
+            top1_agreement=0.875 if params.agreement_probe else None,
+            full_prefill_ms=50.0 if params.agreement_probe else None,
+        )
+
+    def _check_length(self, tokens: Sequence[str]) -> None:
+        if len(tokens) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(tokens)} tokens; {self.model} takes {self.max_model_len}", param="messages"
+            )
+
+    # Calls
+
+    async def _reply(self, request: Request, name: str, work: Work) -> Response:
+        raw = await request.body()
+        body: Body = orjson.loads(raw) if raw else {}
+        if name == "livez":
+            return json_reply({})
+        self.calls.append(Call(name, body))
+        try:
+            if name != "readyz" and request.headers.get(SECRET_HEADER) != self.secret:
+                raise Unauthorized("the cluster secret is missing or wrong")
+            reply = await self._until_gone(request, self.with_faults(name, work, body))
+        except KvrelayError as error:
+            retry = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+            return json_reply(error.body(), error.status, retry)
+        return reply if isinstance(reply, Response) else json_reply(reply)
+
+    async def _until_gone(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the work; when the caller hangs up first, the work is cancelled and the hang-up counted."""
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(until_disconnected(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.num_hang_ups += 1
+                raise KvrelayError("the caller is gone")
+            return task.result()
+        finally:
+            for one in (task, gone):
+                one.cancel()
+            await asyncio.wait({task, gone})
