@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from gateway.deadline import Deadline
+from gateway.gathered import Gathered
+from gateway.policies import Policy
 from gateway.settings import HandoffSettings
 from gateway.turn import Turn
-from workers.api.schemas import ChatRequest, KVTransferParams, PrefillRequest, Prompt, StreamOptions, TransferRequest
+from workers.api.schemas import (
+    ChatRequest,
+    KVTransferParams,
+    Message,
+    PrefillRequest,
+    Prompt,
+    StreamOptions,
+    TransferRequest,
+)
 
 
 def prefill(turn: Turn, settings: HandoffSettings, by: Deadline) -> PrefillRequest:
@@ -34,9 +44,11 @@ def transfer(
     )
 
 
-def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged: bool, native: bool) -> ChatRequest:
-    """To answer, from a cache if one is given, and only an exact one if `native`; with log-probabilities where the
-    answer is to be judged.
+def chat(
+    turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged_by: Policy | None, native: bool
+) -> ChatRequest:
+    """To answer, from a cache if one is given, and only an exact one if `native`; with the log-probabilities that a
+    policy wants to judge by.
 
     Always as a stream with usage: what the client gets is put together here.
     """
@@ -50,8 +62,8 @@ def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged:
         top_p=asked.top_p,
         seed=asked.seed,
         stop=asked.stop,
-        logprobs=asked.logprobs or judged,
-        top_logprobs=asked.top_logprobs,
+        logprobs=asked.logprobs or judged_by is not None,
+        top_logprobs=max(asked.top_logprobs, judged_by.num_top_logprobs if judged_by else 0),
         stream=True,
         stream_options=StreamOptions(include_usage=True),
         kv_transfer_params=KVTransferParams(
@@ -60,10 +72,28 @@ def chat(turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged:
             reuse=turn.stores,
             store=turn.stores,
             ttl_s=settings.ttl_s,
-            agreement_probe=asked.kvrelay.agreement_probe if cache_id and not judged else 0,
+            agreement_probe=asked.kvrelay.agreement_probe if cache_id and judged_by is None else 0,
         ),
         tenant_salt=turn.tenant.salt,
         deadline_ms=left_ms(turn.deadline),
+    )
+
+
+def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Deadline) -> ChatRequest:
+    """To say a word more about an answer that is whole, from its cache where there is one. Nothing of it is kept."""
+    cache_id = answer.kv.cache_id if answer.kv else None
+    return ChatRequest(
+        messages=[*turn.messages, answer.as_turn, Message(role="user", content=question)],
+        tools=turn.request.offered_tools,
+        max_tokens=1,
+        temperature=0.0,
+        logprobs=True,
+        top_logprobs=num_top,
+        stream=True,
+        stream_options=StreamOptions(include_usage=True),
+        kv_transfer_params=KVTransferParams(cache_id=cache_id, reuse=turn.stores, store=False),
+        tenant_salt=turn.tenant.salt,
+        deadline_ms=left_ms(by),
     )
 
 

@@ -15,7 +15,7 @@ it knows no HTTP of either side.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from gateway.gathered import Chunk
 from gateway.handoff import Prefill, Rates, Transfer, UseOwn
 from gateway.limits import Shares
 from gateway.metrics import Metrics
-from gateway.policies import Verdict
+from gateway.policies import Token, Verdict
 from gateway.prefixes import Prefixes
 from gateway.settings import Settings
 from gateway.turn import Found, Turn
@@ -43,7 +43,10 @@ from workers.api.errors import (
     Overloaded,
 )
 
-CACHED_CHAT_SHARE = 0.25  # of the time left: so much a handed-over cache gets at least to bring a first token
+# Of the time left:
+CACHED_CHAT_SHARE = 0.25  # so much a handed-over cache gets at least to bring a first token
+GAP_SHARE = 0.25  # so much, at most, passes between two tokens of an answer that can still be replaced
+PLAIN_SHARE = 0.5  # so much a full prefill gets at least, where the small model could answer in its place
 
 log = structlog.get_logger()
 
@@ -82,8 +85,11 @@ class Cascade:
         self._turn = turn
         self._times = parts.settings.deadlines
         self._held = AsyncExitStack()
-        self.policy = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
-        self.decision = routing.decide(turn.request, self.policy, parts.fleet)
+        self._was_read_in_full = False  # by the target: the last way but the small model's answer
+        asked = routing.asked(turn)
+        chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
+        self.policy = chosen.select(asked)
+        self.decision = routing.decide(turn.request, asked, chosen, parts.fleet)
         self.small = next(iter(parts.fleet.tiers.values()))
         self.target = parts.fleet.tiers[self.decision.tier]
         turn.report.decided(self.decision)
@@ -105,24 +111,30 @@ class Cascade:
                 await self._ended(stream)
 
     async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
-        """All of an answer that is told in one piece. One that breaks off on the fast path has not been told yet, and
-        is still answered by a full prefill."""
-        try:
-            with self._turn.upstream("stream"):
-                return stream, [chunk async for chunk in self._timed(stream)]
-        except KvrelayError as error:
-            if isinstance(error, DeadlineExceeded) or not self._is_fast(stream):
-                raise
-            broken = error
-        self._turn.phase = self._phase(stream.worker)
-        again = await self._fall_back(broken)
-        self._answers(again)
-        return again, [chunk async for chunk in self._timed(again)]
+        """All of an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
+        yet: there may be another way to answer."""
+        while True:
+            instead = self._instead_of(stream)
+            if instead is not None:
+                stream.max_gap_s = min(self._times.token_gap_s, GAP_SHARE * self._turn.deadline.remaining_s)
+            try:
+                with self._turn.upstream("stream"):
+                    return stream, [chunk async for chunk in self._timed(stream)]
+            except KvrelayError as error:
+                if instead is None or self._turn.deadline.remaining_s <= 0:
+                    raise
+                broken = error
+            self._turn.phase = self._phase(stream.worker)
+            stream = await instead(broken)
+            self._answers(stream)
 
-    def _is_fast(self, stream: Stream) -> bool:
-        """Whether a full prefill by the target would be another way to the answer, and one that the route allows."""
-        report, by_small = self._turn.report, stream.worker.tier == self.small.name
-        return self.decision.route != "answer" and not report.fell_back and (by_small or report.path != "prefill")
+    def _instead_of(self, stream: Stream) -> Callable[[KvrelayError], Awaitable[Stream]] | None:
+        """The other way to an answer: a full prefill for one on the fast path, the small model's for one of the
+        target's. None where the route allows no other, or there is none left."""
+        by_small = stream.worker.tier == self.small.name
+        if self.decision.route == "answer" or (by_small and self._turn.report.fell_back):
+            return None
+        return self._from_small_in_need if self._was_read_in_full and not by_small else self._fall_back
 
     async def _timed(self, stream: Stream) -> AsyncIterator[Chunk]:
         before = stream.last_at
@@ -152,10 +164,10 @@ class Cascade:
         try:
             read, stream = await self._small_answer(by)
             with self._turn.upstream("small_answer"):
-                logprobs = await stream.first_logprobs(self.policy.num_judged_tokens, by)
+                tokens = await self._to_be_judged(stream, by)
         except KvrelayError as error:
             return await self._fall_back(error)
-        verdict = self._judged(self.policy.judge(logprobs))
+        verdict = self._judged(self.policy.judge(tokens))
         if verdict.accept:
             return stream
         if not self.target.is_usable:
@@ -163,6 +175,16 @@ class Cascade:
             return stream
         await stream.aclose()
         return await self._take_over(read)
+
+    async def _to_be_judged(self, stream: Stream, by: Deadline) -> list[Token]:
+        """The answer's first tokens; or what the small model replies when it is asked about its answer."""
+        tokens = await stream.first_tokens(self.policy.num_judged_tokens, by)
+        if self.policy.follow_up is None:
+            return tokens
+        request = asks.follow_up(self._turn, stream.answer, self.policy.follow_up, self.policy.num_top_logprobs, by)
+        reply = await stream.worker.open_chat(request, first_by=by, deadline=by)
+        self._held.push_async_callback(reply.aclose)
+        return await reply.first_tokens(1, by)
 
     async def _escalate(self) -> Stream:
         """The first tier only reads; the target answers."""
@@ -264,13 +286,13 @@ class Cascade:
             with turn.upstream("transfer"):
                 reply = await worker.transfer(request, by)
         except KvrelayError as error:
-            metrics.kv_transfer.labels(error.code).inc()
+            metrics.handoffs.labels(error.code).inc()
             if isinstance(error, CacheUnusable) and read.found is not None:
                 await self._parts.prefixes.forget(turn, self.small.name, read.found)
             raise
         took_s = time.monotonic() - started
         turn.report.transferred(reply, took_s * 1000)
-        metrics.transferred(reply, took_s, reply.num_tokens / worker.prefill_tokens_per_s)
+        metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
         stream = await self._from_cache(worker, reply.cache_id, read.num_tokens)
         turn.report.path = "mapped"
         return stream
@@ -306,17 +328,24 @@ class Cascade:
             return await self._fall_back(error)
 
     async def _plain(self, tier: Tier) -> Stream:
-        """A full prefill, on the next worker where one fails before its first token."""
+        """A full prefill, on the next worker where one fails before its first token. It leaves the small model time to
+        answer, where that could."""
         failed: dict[str, KvrelayError] = {}
+        by = self._turn.deadline
+        if self._small_may_stand_in:
+            by = max(by.less(self._times.decode_reserve_s), by.share(PLAIN_SHARE), key=lambda deadline: deadline.at)
+        self._was_read_in_full = True
         while True:
             try:
                 worker = tier.pick(avoid=failed)
             except NoUsableWorker as error:
                 return await self._from_small_in_need(failed.popitem()[1] if failed else error)
             try:
-                return await self._open(worker, self._turn.deadline)
+                return await self._open(worker, by)
+            except DeadlineExceeded as error:
+                return await self._from_small_in_need(error)
             except KvrelayError as error:
-                if error.status < 500 or isinstance(error, DeadlineExceeded):
+                if error.status < 500:
                     raise
                 failed[worker.id] = error
 
@@ -330,19 +359,24 @@ class Cascade:
         return await self._plain(self.target)
 
     async def _from_small_in_need(self, error: KvrelayError) -> Stream:
-        """Nobody of the target tier can answer: the small model does, where the request leaves the choice to us."""
-        report = self._turn.report
-        if self.decision.route == "answer" or isinstance(error, Overloaded) or report.path.startswith("fallback:small"):
+        """Nobody of the target tier can answer in time: the small model does, where the request leaves the choice to
+        us."""
+        if not self._small_may_stand_in or isinstance(error, Overloaded) or self._turn.deadline.remaining_s <= 0:
             raise error
         self._fell_back(f"large_{error.code}")
         return await self._open(self.small.pick(), self._turn.deadline)
+
+    @property
+    def _small_may_stand_in(self) -> bool:
+        return self.decision.route != "answer" and not self._turn.report.path.startswith("fallback:small")
 
     async def _open(
         self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
     ) -> Stream:
         # A tier that answers alone answers natively, whatever the registry says of the cache.
         native = self.decision.route == "answer"
-        request = asks.chat(self._turn, self._parts.settings.handoff, cache_id=cache_id, judged=judged, native=native)
+        policy, settings = self.policy if judged else None, self._parts.settings.handoff
+        request = asks.chat(self._turn, settings, cache_id=cache_id, judged_by=policy, native=native)
         with self._turn.upstream(self._phase(worker)):
             stream = await worker.open_chat(request, first_by=first_by, deadline=self._turn.deadline)
         self._held.push_async_callback(stream.aclose)
@@ -371,6 +405,9 @@ class Cascade:
         log.info("fell_back", request_id=self._turn.id, reason=reason)
 
     def _began(self, stream: Stream) -> None:
+        usage = stream.answer.kv
+        if usage is not None:  # told with the first chunk; a stream's header then says what its body will
+            self._turn.report.found(usage, by_small=stream.worker.tier == self.small.name)
         self._answers(stream)
         self._parts.metrics.began(self._turn.report, self._turn.overhead_ms)
 
@@ -387,7 +424,8 @@ class Cascade:
         """7. The extended cache, for the turn after; and what the worker told of its work."""
         turn, usage = self._turn, stream.answer.kv
         if usage is not None:
-            turn.report.answered(usage, by_small=stream.worker.tier == self.small.name)
+            by_small = stream.worker.tier == self.small.name
+            turn.report.answered(usage, by_small=by_small, may_rename=not turn.request.stream)
             stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
         if turn.stores:
             await self._parts.prefixes.file_answer(turn, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.policies import Token
 from workers.api.schemas import KVUsage, Message
 
 Chunk = dict[str, Any]
@@ -16,6 +17,7 @@ class Gathered:
     def __init__(self) -> None:
         self.has_content = False
         self.logprobs: list[dict[str, Any]] = []  # OpenAI's, one a token
+        self.tokens: list[Token] = []  # the same
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None  # OpenAI's
         self.kv: KVUsage | None = None
@@ -25,7 +27,9 @@ class Gathered:
     def add(self, chunk: Chunk) -> None:
         for choice in chunk.get("choices") or ():
             self._add_delta(choice.get("delta") or {})
-            self.logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
+            for token in (choice.get("logprobs") or {}).get("content") or ():
+                self.logprobs.append(token)
+                self.tokens.append(_token(token))
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.usage = chunk.get("usage") or self.usage
         if chunk.get("kv_transfer_params"):
@@ -63,3 +67,8 @@ class Gathered:
     def as_turn(self) -> Message:
         """The same, as the client will send it back with the next turn."""
         return Message.model_validate(self.message)
+
+
+def _token(told: dict[str, Any]) -> Token:
+    top = tuple((str(one["token"]), float(one["logprob"])) for one in told.get("top_logprobs") or ())
+    return Token(str(told["token"]), float(told["logprob"]), top)

@@ -1,5 +1,8 @@
 """What is counted, under the names of vLLM after the prefix `kvrelay_` where vLLM has one.
 
+What a worker counts of its caches and transfers (`kv_transfer_*`, `prefix_cache_*`) is not counted a second time here:
+a sum over all jobs stays a sum. The gateway has `handoffs_*` and `prefix_lookup*` of its own.
+
 No label ever takes a key, a user, a hash, a request id or a raw client string: `Labels` maps what a client wrote to
 what is configured, else to `other`.
 """
@@ -10,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from gateway.breaker import State
 from gateway.turn import Report
-from workers.api.schemas import TransferReply
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -19,7 +21,10 @@ TTFT_BUCKETS = (
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 OVERHEAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
-CONFIDENCE_BUCKETS = (-8.0, -4.0, -2.0, -1.5, -1.0, -0.8, -0.6, -0.5, -0.4, -0.3, -0.2, -0.1, 0.0)
+CONFIDENCE_BUCKETS = (
+    *(-8.0, -4.0, -2.0, -1.5, -1.0, -0.8, -0.6, -0.5, -0.4, -0.3, -0.2, -0.1, 0.0),  # of log-probabilities
+    *(0.1, 0.25, 0.5, 0.75, 0.9, 1.0),  # of probabilities
+)
 OTHER = "other"
 
 
@@ -47,24 +52,22 @@ class Metrics:
         self.num_requests_running = gauge("num_requests_running", "Calls under way to a tier", "tier")
         self.num_requests_waiting = gauge("num_requests_waiting", "Calls that wait for a place in a tier", "tier")
 
-        self.prefix_cache_queries = count("prefix_cache_queries_total", "Prefixes looked up", "tier")
-        self.prefix_cache_hits = count("prefix_cache_hits_total", "Prefixes found", "tier")
-        self.prefix_cache_stale = count("prefix_cache_stale_total", "Prefixes found and lost at the worker", "tier")
+        self.prefix_lookups = count("prefix_lookups_total", "Prompts looked up in the registry", "tier")
+        self.prefix_lookup_hits = count("prefix_lookup_hits_total", "Prompts of which a beginning was found", "tier")
+        self.prefix_lookup_stale = count("prefix_lookup_stale_total", "Found, and lost at the worker", "tier")
         self.registry_ops = count("registry_ops_total", "Registry operations", "op", "result")
 
         self.cascade_decisions = count(
             "cascade_decisions_total", "What the policy decided", "policy", "decision", "reason"
         )
         self.cascade_confidence = spread(
-            "cascade_confidence", "Mean log-probability of the judged tokens", CONFIDENCE_BUCKETS
+            "cascade_confidence", "What the policy scored the small model's answer with", CONFIDENCE_BUCKETS
         )
         self.full_prefill_fallback = count(
             "full_prefill_fallback_total", "Answers that a failed fast path left to a full prefill", "reason"
         )
-        self.kv_transfer = count("kv_transfer_total", "Handoffs tried", "result")
-        self.kv_transfer_duration = spread("kv_transfer_duration_seconds", "Time of a handoff", TTFT_BUCKETS)
-        self.kv_transfer_bytes = count("kv_transfer_bytes_total", "Bytes handed over")
-        self.kv_transfer_tokens = count("kv_transfer_tokens_total", "Tokens handed over")
+        self.handoffs = count("handoffs_total", "Handoffs asked for, by what came of it", "result")
+        self.handoff_duration = spread("handoff_duration_seconds", "A handoff, as the gateway waits", TTFT_BUCKETS)
         self.prefill_seconds_saved = count(
             "prefill_seconds_saved_total", "Predicted prefill of what was handed over, less the time of the handoff"
         )
@@ -89,12 +92,10 @@ class Metrics:
         if report.prefill_ms is not None:
             self.request_prefill_time.labels(report.tier).observe(report.prefill_ms / 1000)
 
-    def transferred(self, reply: TransferReply, took_s: float, prefill_s: float) -> None:
+    def handed_over(self, took_s: float, prefill_s: float) -> None:
         """A handoff that took `took_s`, in place of a prefill predicted to take `prefill_s`."""
-        self.kv_transfer.labels("ok").inc()
-        self.kv_transfer_duration.observe(took_s)
-        self.kv_transfer_bytes.inc(reply.bytes)
-        self.kv_transfer_tokens.inc(reply.num_tokens)
+        self.handoffs.labels("ok").inc()
+        self.handoff_duration.observe(took_s)
         self.prefill_seconds_saved.inc(max(0.0, prefill_s - took_s))
 
     def tier_load(self, tier: str, running: int, waiting: int) -> None:

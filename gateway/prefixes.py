@@ -30,8 +30,8 @@ class Prefixes:
             chain = chains[tier.name]
             known = Known(chain, await self._usable(turn, tier, chain, entries))
             turn.known[tier.name] = known
-            self._metrics.prefix_cache_queries.labels(tier.name).inc()
-            self._metrics.prefix_cache_hits.labels(tier.name).inc(bool(known.found))
+            self._metrics.prefix_lookups.labels(tier.name).inc()
+            self._metrics.prefix_lookup_hits.labels(tier.name).inc(bool(known.found))
 
     async def _usable(
         self, turn: Turn, tier: Tier, chain: Chain, entries: Mapping[str, Entry | None]
@@ -53,7 +53,7 @@ class Prefixes:
     async def forget(self, turn: Turn, tier: str, lost: Found) -> None:
         """The worker does not hold it: a miss after all, for this request too."""
         turn.known[tier] = turn.known[tier].without(lost)
-        self._metrics.prefix_cache_stale.labels(tier).inc()
+        self._metrics.prefix_lookup_stale.labels(tier).inc()
         await self._registry.forget(lost.key, lost.entry)
 
     async def file_prompt(self, turn: Turn, tier: str, worker: str, reply: CacheReply) -> None:

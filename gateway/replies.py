@@ -34,7 +34,7 @@ async def completion(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> dict[st
     choice = {
         "index": 0,
         "message": gathered.message,
-        "logprobs": {"content": gathered.logprobs} if turn.request.logprobs else None,
+        "logprobs": {"content": _logprobs(turn, gathered.logprobs)} if turn.request.logprobs else None,
         "finish_reason": gathered.finish_reason or "stop",
     }
     head = _head(turn, "chat.completion")
@@ -90,12 +90,18 @@ def _head(turn: Turn, kind: str) -> dict[str, Any]:
 
 def _choice(turn: Turn, choice: dict[str, Any]) -> dict[str, Any]:
     """The worker's choice, without log-probabilities that only the policy asked for."""
+    told = choice.get("logprobs") if turn.request.logprobs else None
     return {
         "index": 0,
         "delta": choice.get("delta") or {},
-        "logprobs": choice.get("logprobs") if turn.request.logprobs else None,
+        "logprobs": told and {"content": _logprobs(turn, told.get("content") or [])},
         "finish_reason": choice.get("finish_reason"),
     }
+
+
+def _logprobs(turn: Turn, tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    most = turn.request.top_logprobs
+    return [token | {"top_logprobs": (token.get("top_logprobs") or [])[:most]} for token in tokens]
 
 
 def _usage(turn: Turn, usage: dict[str, Any] | None) -> dict[str, Any]:

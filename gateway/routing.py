@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from gateway import policies
 from gateway.fleet import Fleet
-from gateway.policies import Decision, Policy
+from gateway.policies import Asked, Decision, Policy
 from gateway.schemas import ChatCompletionRequest, KvrelayOptions
+from gateway.turn import Turn
 from workers.api.errors import InvalidRequest
 
 NAMED = "named"  # stands as the policy where the client named the model
@@ -21,12 +22,24 @@ def choose_policy(options: KvrelayOptions, configured: Policy) -> Policy:
         raise InvalidRequest(f"kvrelay.policy: {error}", param="kvrelay.policy") from error
 
 
-def decide(request: ChatCompletionRequest, policy: Policy, fleet: Fleet) -> Decision:
+def asked(turn: Turn) -> Asked:
+    """What policies may know of the request."""
+    users = [message for message in turn.messages if message.role == "user"]
+    return Asked(
+        text=users[-1].text if users else "",
+        num_chars=sum(len(message.text) for message in turn.messages),
+        has_tools=bool(turn.request.offered_tools),
+        is_streamed=turn.request.stream,
+        tenant_tier=turn.tenant.tier,
+    )
+
+
+def decide(request: ChatCompletionRequest, asked: Asked, policy: Policy, fleet: Fleet) -> Decision:
     """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`."""
     options = request.kvrelay
     named, tiers = fleet.named(request.model), _allowed(options, fleet)
     if named is None:
-        return policy.decide(tiers)
+        return policy.decide(tiers, asked)
     if named.name not in tiers:
         raise InvalidRequest(
             f"model {named.name!r} lies above max_tier {options.max_tier!r}; allowed: {', '.join(tiers)}",

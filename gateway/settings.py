@@ -88,9 +88,10 @@ class RegistrySettings(Section):
 
 
 class TenantSettings(Section):
-    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves."""
+    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves. `tier` is for rules."""
 
     api_keys: tuple[KeyHash, ...] = ()
+    tier: Name | None = None
 
 
 class Limits(Section):
@@ -109,14 +110,16 @@ class Deadlines(Section):
 
     The small model gets at most `small_share` of it before the large one is asked instead; a handoff leaves room for a
     full prefill and `decode_reserve_s`, and takes no longer than a prefill would, or `transfer_floor_s`: for models so
-    small that a prefill is over before the calls around a handoff are. `assumed_prefill_tokens_per_s` stands in for a
-    rate that nobody has measured yet.
+    small that a prefill is over before the calls around a handoff are. An answer that can still be replaced is given up
+    when nothing comes for `token_gap_s`. `assumed_prefill_tokens_per_s` stands in for a rate that nobody has measured
+    yet.
     """
 
     request_s: float = Field(default=120.0, gt=0)
     body_s: float = Field(default=30.0, gt=0)
     small_share: float = Field(default=0.4, gt=0, lt=1)
     decode_reserve_s: float = Field(default=5.0, ge=0)
+    token_gap_s: float = Field(default=10.0, gt=0)
     assumed_prefill_tokens_per_s: float = Field(default=200.0, gt=0)
     transfer_floor_s: float = Field(default=0.0, ge=0)
     worker_poll_s: float = Field(default=1.0, gt=0)

@@ -13,15 +13,19 @@ from gateway.settings import DEFAULT_TENANT, Settings
 
 @dataclass(frozen=True)
 class Tenant:
-    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster."""
+    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster. `tier` is what rules know it
+    by."""
 
     name: str
     salt: str
+    tier: str | None = None
 
 
 class Tenants:
     def __init__(self, settings: Settings, secret: str):
-        self._by_name = {name: Tenant(name, _salt(secret, name)) for name in settings.tenants}
+        self._by_name = {
+            name: Tenant(name, _salt(secret, name), tenant.tier) for name, tenant in settings.tenants.items()
+        }
         self._keys = [(key, name) for name, tenant in settings.tenants.items() for key in tenant.api_keys]
 
     def authenticate(self, authorization: str | None) -> Tenant:

@@ -58,6 +58,7 @@ class Report:
     path: str = "prefill"
     policy: str | None = None
     reason: str | None = None
+    rule: str | None = None
     forced: bool = False
     confidence: float | None = None
     ttft_ms: float | None = None
@@ -81,6 +82,7 @@ class Report:
 
     def decided(self, decision: Decision) -> None:
         self.policy, self.reason, self.forced = decision.policy, decision.reason, decision.forced
+        self.rule = decision.rule
 
     def transferred(self, reply: TransferReply, transfer_ms: float) -> None:
         self.transfer_ms, self.map_ms, self.copy_ms = transfer_ms, reply.map_ms, reply.copy_ms
@@ -89,19 +91,23 @@ class Report:
     def small_read(self, reply: PrefillReply) -> None:
         self.small_prefill_ms, self._small_cached = reply.prefill_ms, reply.cached_tokens
 
-    def answered(self, usage: KVUsage, *, by_small: bool) -> None:
-        """What the answering worker tells at the end. A fallback stays one, whatever it found cached.
+    def found(self, usage: KVUsage, *, by_small: bool) -> None:
+        """From what the worker answers. A fallback stays one, whatever it found cached.
 
         The small model finds in its cache what it has just read for this very request: that is no hit.
         """
+        if not self.fell_back and not (by_small and self._small_cached is not None):
+            self.path = usage.path
+
+    def answered(self, usage: KVUsage, *, by_small: bool, may_rename: bool) -> None:
+        """What the answering worker tells at the end. The path of a stream stands in its headers already, so it may
+        not change any more."""
+        if may_rename:
+            self.found(usage, by_small=by_small)
         self.prefill_ms, self.mapped_tokens = usage.prefill_ms, usage.mapped_tokens
         self.top1_agreement, self.full_prefill_ms = usage.top1_agreement, usage.full_prefill_ms
-        if by_small and self._small_cached is not None:
-            self.cached_tokens = self._small_cached
-            return
-        self.cached_tokens = usage.cached_tokens
-        if not self.fell_back:
-            self.path = usage.path
+        just_read = by_small and self._small_cached is not None
+        self.cached_tokens = self._small_cached if just_read else usage.cached_tokens
 
     @property
     def fell_back(self) -> bool:

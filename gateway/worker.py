@@ -11,6 +11,7 @@ from gateway.breaker import Attempt, Breaker
 from gateway.deadline import Deadline
 from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
+from gateway.policies import Token
 from gateway.settings import Deadlines
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable
@@ -160,6 +161,7 @@ class Stream:
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
         self.last_at = 0.0  # its latest chunk
         self.has_ended = False
+        self.max_gap_s: float | None = None  # between two chunks; None: up to the deadline
         self.answer = Gathered()
         self._chunks = chunks
         self._attempt = attempt
@@ -176,18 +178,18 @@ class Stream:
         while self.first_at is None and not self.has_ended:
             await self._pull(by)
 
-    async def first_logprobs(self, num_tokens: int, by: Deadline) -> list[float]:
-        """Those of the first `num_tokens` tokens of the answer, or of all where it has fewer."""
-        while len(self.answer.logprobs) < num_tokens and not self.has_ended:
+    async def first_tokens(self, num_tokens: int, by: Deadline) -> list[Token]:
+        """The first `num_tokens` tokens of the answer with their log-probabilities, or all where it has fewer."""
+        while len(self.answer.tokens) < num_tokens and not self.has_ended:
             await self._pull(by)
-        return [float(token["logprob"]) for token in self.answer.logprobs[:num_tokens]]
+        return self.answer.tokens[:num_tokens]
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while self._held or not self.has_ended:
             while self._held:
                 yield self._held.popleft()
             if not self.has_ended:
-                await self._pull(self._deadline)
+                await self._pull(self._deadline if self.max_gap_s is None else Deadline.after(self.max_gap_s))
 
     async def aclose(self) -> None:
         """Hangs up where the answer is not yet whole, and gives the place back."""
@@ -198,6 +200,7 @@ class Stream:
             chunk = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
             if chunk is None:
                 self.has_ended = True
+                await self.aclose()  # its place is free, whatever becomes of the answer
                 return
             self._read(chunk)
         except KvrelayError as error:

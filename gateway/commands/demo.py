@@ -91,17 +91,20 @@ def _table(turns: list[dict[str, Any]]) -> str:
 
 
 def _verdict(turns: list[dict[str, Any]]) -> int:
-    """0 if some turn was handed over, every one of those beat the full prefill, and nothing fell back."""
+    """0 if some turn was handed over, every one of those was seen to beat the full prefill, and nothing fell back."""
     fallen = [t["turn"] for t in turns if str(t["path"]).startswith("fallback")]
     if fallen:
         print(f"\nfell back to a full prefill: turn {', '.join(map(str, fallen))}", file=sys.stderr)
         return 1
-    handed = [t for t in turns if t["path"] in HANDED_OVER and t["handoff_ttft_ms"]]
+    handed = [t for t in turns if t["path"] in HANDED_OVER]
     if not handed:
         print("\nno turn was handed over", file=sys.stderr)
         return 1
-    measured = [t for t in handed if t["full_prefill_ttft_ms"]]
-    slower = [t["turn"] for t in measured if t["handoff_ttft_ms"] >= t["full_prefill_ttft_ms"]]
+    unmeasured = [t["turn"] for t in handed if not (t["handoff_ttft_ms"] and t["full_prefill_ttft_ms"])]
+    if unmeasured:
+        print(f"\nnot measured against a full prefill: turn {', '.join(map(str, unmeasured))}", file=sys.stderr)
+        return 1
+    slower = [t["turn"] for t in handed if t["handoff_ttft_ms"] >= t["full_prefill_ttft_ms"]]
     if slower:
         print(f"\nthe handoff was no faster than a full prefill: turn {', '.join(map(str, slower))}", file=sys.stderr)
         return 1

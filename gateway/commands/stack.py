@@ -62,6 +62,13 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def rotate(logs: Sequence[Path]) -> None:
+    """Each log begins anew; that of the run before is kept as `NAME.log.1`, and no older one."""
+    for log in logs:
+        if log.exists():
+            log.replace(log.with_name(f"{log.name}.1"))
+
+
 class Child:
     """One process of the stack, with its log."""
 
@@ -141,6 +148,7 @@ class Stack:
         """Raises `StackError` where an address is taken: whoever listens there would be taken for ours."""
         self._check_addresses()
         self.folder.mkdir(parents=True, exist_ok=True)
+        rotate([self._log_of(name) for name in (*self._settings["workers"], "gateway")])
         try:
             for worker_id in self._settings["workers"]:
                 self.start_worker(worker_id)
@@ -205,7 +213,10 @@ class Stack:
                 raise StackError(f"port {port} of {host} is taken; {name} is to listen there ({self.config})")
 
     def _child(self, name: str, arguments: list[str], url: str) -> Child:
-        return Child(name, [*arguments, "--die-with-parent"], url, self.folder / f"{name}.log", self._environment)
+        return Child(name, [*arguments, "--die-with-parent"], url, self._log_of(name), self._environment)
+
+    def _log_of(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
 
 
 def _read(config: Path) -> dict[str, Any]:

@@ -7,13 +7,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from gateway.policies.always_escalate import AlwaysEscalate
-from gateway.policies.base import Decision, Policy, Route, Verdict
+from gateway.policies.base import Asked, Decision, Policy, Route, Token, Verdict
 from gateway.policies.confidence import Confidence
 from gateway.policies.fixed import Fixed
+from gateway.policies.rules import Rules
+from gateway.policies.verifier import Verifier
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, Confidence, AlwaysEscalate)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Fixed, Confidence, Verifier, Rules, AlwaysEscalate)
+}
 
-__all__ = ["POLICIES", "Decision", "Policy", "Route", "Verdict", "build"]
+__all__ = ["POLICIES", "Asked", "Decision", "Policy", "Route", "Token", "Verdict", "build"]
 
 
 def build(settings: dict[str, Any]) -> Policy:
@@ -31,4 +35,7 @@ def build(settings: dict[str, Any]) -> Policy:
         return policy(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"policy.{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
+        where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        inner = message.removeprefix("policy")  # of a policy within this one, which names its own key
+        told = f"policy.{where}{inner}" if inner != message else f"policy.{where}: {message}"
+        raise ValueError(f"{told}, got {first['input']!r}") from error

@@ -6,6 +6,7 @@ worker and no network. To add one: a file with a subclass, and its line in `poli
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,6 +14,30 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 Route = Literal["answer", "cascade", "escalate"]
+Streaming = Literal["decide_first", "buffer", "stream_small"]
+
+WHOLE_ANSWER = sys.maxsize  # as a count of judged tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a policy may know of a request before any model runs. `text` is the last user message, `num_chars` counts
+    all messages; nobody has counted tokens yet."""
+
+    text: str = ""
+    num_chars: int = 0
+    has_tools: bool = False
+    is_streamed: bool = False
+    tenant_tier: str | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer, with its log-probability (natural log) and those of the likeliest at its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -20,7 +45,8 @@ class Decision:
     """How a request is routed, decided before any model runs.
 
     `answer`: `tier` answers alone. `cascade`: the first tier answers, its answer is judged, and `tier` takes over if
-    it will not do. `escalate`: the first tier only reads, `tier` answers. `forced` tells that no score is involved.
+    it will not do. `escalate`: the first tier only reads, `tier` answers. `forced` tells that no score is involved,
+    `rule` which rule chose the policy, where one did.
     """
 
     route: Route
@@ -28,6 +54,7 @@ class Decision:
     policy: str
     reason: str
     forced: bool
+    rule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,24 +67,55 @@ class Verdict:
 
 
 class Policy(BaseModel):
-    """Open method: `decide`. A policy that cascades also gives `judge` and how many tokens that needs."""
+    """Open method: `decide`. A policy that cascades also gives `judge` and says what that needs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
 
-    def decide(self, tiers: Sequence[str]) -> Decision:
+    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
         """The route over the allowed `tiers`, ordered small to large; never empty."""
         raise NotImplementedError
+
+    def select(self, asked: Asked) -> Policy:
+        """The policy that judges this request's answer: itself, unless it is made of others."""
+        return self
 
     @property
     def num_judged_tokens(self) -> int:
         """How many of the answer's first tokens `judge` wants to see; a shorter answer is judged whole."""
         return 0
 
-    def judge(self, logprobs: Sequence[float]) -> Verdict:
-        """Judges by the log-probabilities (natural log) of the answer's first tokens."""
+    @property
+    def num_top_logprobs(self) -> int:
+        """How many of the likeliest tokens `judge` wants to know at each place."""
+        return 0
+
+    @property
+    def follow_up(self) -> str | None:
+        """What the small model is asked once its answer is whole; `judge` then sees the tokens of that reply."""
+        return None
+
+    def judge(self, tokens: Sequence[Token]) -> Verdict:
+        """Judges by the first tokens of the answer, or of the reply to `follow_up`."""
         raise NotImplementedError
 
     def check(self, tiers: Sequence[str]) -> None:
         """Raises `ValueError` where the settings do not fit the configured tiers."""
+
+
+class Cascading(Policy):
+    """The first tier answers, and the last one takes over where that will not do.
+
+    `streaming` says what a client that streams gets to see: `decide_first` judges the first tokens, then lets the
+    answer flow; `buffer` judges the whole answer before any of it is told; `stream_small` never escalates a stream.
+    """
+
+    streaming: Streaming = "decide_first"
+
+    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
+        if len(tiers) == 1:
+            return Decision("answer", tiers[0], self.name, "single_tier", forced=False)
+        if asked.is_streamed and self.streaming == "stream_small":
+            return Decision("answer", tiers[0], self.name, "stream_small", forced=False)
+        return Decision("cascade", tiers[-1], self.name, "judge", forced=False)

@@ -1,39 +1,62 @@
-"""`confidence`: the small model's answer stands when its first tokens were likely enough to itself."""
+"""`confidence`: the small model's answer stands when its tokens were likely enough to itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from gateway.policies.base import Decision, Policy, Verdict
+from gateway.policies.base import WHOLE_ANSWER, Cascading, Token, Verdict
+from gateway.policies.scores import SCORES, Score
 
 
-class Confidence(Policy):
-    """Accepts when the mean log-probability of the first `num_tokens` answer tokens is at least `threshold`.
+class Confidence(Cascading):
+    """Accepts when the `score` of the first `num_tokens` answer tokens (with `streaming: buffer`, of them all) is at
+    least `threshold`, by default the score's own.
 
-    The mean is per token (natural log, so 0 is certain and -0.7 a coin toss each time): a long answer is not punished
-    for its length. Judging the first tokens only lets an escalation start before the small model has finished; they
-    carry most of the signal, since a model that does not know begins to waver early.
+    Judging the first tokens only lets an escalation start before the small model has finished; they carry most of the
+    signal, since a model that does not know begins to waver early.
     """
 
     name: ClassVar[str] = "confidence"
-    threshold: float = Field(default=-0.6, le=0)
+    score: str = "mean"
+    quantile: float = Field(default=0.1, gt=0, lt=1)
+    threshold: float | None = None
     num_tokens: int = Field(default=16, ge=1)
 
-    def decide(self, tiers: Sequence[str]) -> Decision:
-        if len(tiers) == 1:
-            return Decision("answer", tiers[0], self.name, "single_tier", forced=False)
-        return Decision("cascade", tiers[-1], self.name, "judge", forced=False)
+    @field_validator("score")
+    @classmethod
+    def _known_score(cls, score: str) -> str:
+        if score not in SCORES:
+            raise ValueError(f"unknown score; known: {', '.join(SCORES)}")
+        return score
+
+    @field_validator("threshold")
+    @classmethod
+    def _within_the_score(cls, threshold: float | None, info: Any) -> float | None:
+        score = SCORES.get(info.data.get("score", ""))
+        if threshold is not None and score is not None and not score.low <= threshold <= score.high:
+            at_least = f"greater than or equal to {score.low:g} and " if score.low > float("-inf") else ""
+            raise ValueError(f"should be {at_least}less than or equal to {score.high:g}")
+        return threshold
+
+    @property
+    def scoring(self) -> Score:
+        return SCORES[self.score]
 
     @property
     def num_judged_tokens(self) -> int:
-        return self.num_tokens
+        return WHOLE_ANSWER if self.streaming == "buffer" else self.num_tokens
 
-    def judge(self, logprobs: Sequence[float]) -> Verdict:
-        judged = logprobs[: self.num_tokens]
-        if not judged:
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.scoring.num_top
+
+    def judge(self, tokens: Sequence[Token]) -> Verdict:
+        judged = tokens[: self.num_judged_tokens]
+        if not judged or (self.num_top_logprobs and not all(token.top for token in judged)):
             return Verdict(False, "no_logprobs")
-        mean = sum(judged) / len(judged)
-        return Verdict(True, "confident", mean) if mean >= self.threshold else Verdict(False, "unsure", mean)
+        found = self.scoring.of(judged, self.quantile)
+        threshold = self.scoring.threshold if self.threshold is None else self.threshold
+        return Verdict(True, "confident", found) if found >= threshold else Verdict(False, "unsure", found)

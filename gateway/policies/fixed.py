@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from gateway.policies.base import Decision, Policy
+from gateway.policies.base import Asked, Decision, Policy
 
 
 class Fixed(Policy):
@@ -14,7 +14,7 @@ class Fixed(Policy):
     name: ClassVar[str] = "fixed"
     tier: str | None = None
 
-    def decide(self, tiers: Sequence[str]) -> Decision:
+    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
         wanted = self.tier or tiers[0]
         tier = wanted if wanted in tiers else tiers[-1]
         return Decision("answer", tier, self.name, "fixed" if tier == wanted else "max_tier", forced=True)

@@ -193,11 +193,11 @@ def test_anew_with_the_old_id_in_the_registry(blind: Client, anew: Before, right
 def test_anew_and_noticed(cluster: Cluster, watching: Client, anew: Before, right: Right) -> None:
     eventually(lambda: watching.tiers["small"], "the gateway knows that it is back")
     assert watching.metric("worker_restarts_total", target=cluster.id("small")) == 1
-    stale = watching.metric("prefix_cache_stale_total", tier="small")
+    stale = watching.metric("prefix_lookup_stale_total", tier="small")
     reply = watching.escalate(FIRST)
     assert reply.path == "mapped"
     right(reply, FIRST)
-    assert watching.metric("prefix_cache_stale_total", tier="small") == stale, "the old id went with its epoch"
+    assert watching.metric("prefix_lookup_stale_total", tier="small") == stale, "the old id went with its epoch"
 
 
 async def test_anew_by_the_contract(cluster: Cluster, anew: Before) -> None:

@@ -195,7 +195,7 @@ async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
     assert (told(first)["path"], told(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"
     assert (told(first)["cached_tokens"], told(second)["cached_tokens"]) == (0, NUM_TOKENS)
     assert len(stack.small.made("prefill")) == 1, "the same prompt is not read again"
-    assert stack.metric("prefix_cache_hits_total", tier="small") == 1
+    assert stack.metric("prefix_lookup_hits_total", tier="small") == 1
 
 
 async def test_an_answer_of_one_tier_alone_in_a_single_tier_set_up() -> None:

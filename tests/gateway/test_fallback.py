@@ -84,7 +84,7 @@ async def test_a_forced_escalation_falls_back_too(stack: Stack) -> None:
     stack.large.fail("transfer", TransferFailed("the source is gone"))
     reply = await stack.escalate()
     assert (told(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
-    assert stack.metric("kv_transfer_total", result="transfer_failed") == 1
+    assert stack.metric("handoffs_total", result="transfer_failed") == 1
 
 
 async def test_no_bundle_is_told_by_its_name(stack: Stack) -> None:
@@ -243,7 +243,7 @@ async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert told(reply)["tier"] == "small"
-    assert stack.metric("prefix_cache_stale_total", tier="small") == 1
+    assert stack.metric("prefix_lookup_stale_total", tier="small") == 1
     assert len(stack.small.made("prefill")) == 2, "read anew"
 
 
@@ -253,7 +253,7 @@ async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None
     await stack.look()
     await stack.chat()
     assert stack.metric("worker_restarts_total", target="small-0") == 1
-    assert stack.metric("prefix_cache_hits_total", tier="small") == 0
+    assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
     asked = [body["kv_transfer_params"]["cache_id"] for body in stack.small.made("cached_chat")]
     assert len(set(asked)) == 2, "the cache of the first epoch is forgotten"
 
@@ -265,7 +265,7 @@ async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stac
     reply = await stack.escalate(second)
     assert (told(reply)["path"], text(reply)) == ("mapped", right_answer(stack.large, second))
     assert len(stack.large.made("transfer")) == 2
-    assert stack.metric("prefix_cache_stale_total", tier="large") == 1
+    assert stack.metric("prefix_lookup_stale_total", tier="large") == 1
 
 
 async def test_an_exact_cache_that_is_gone_falls_back(stack: Stack) -> None:

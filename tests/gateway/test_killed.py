@@ -122,4 +122,4 @@ async def test_started_anew_on_the_same_port(stack: Stack, port: int) -> None:
         assert told(reply)["path"] == "prefill", "the cache of the first process is gone, and nobody asks for it"
         assert text(reply) == right_answer(stack.small, MESSAGES)
         assert stack.metric("worker_restarts_total", target="small-0") == 1
-        assert stack.metric("prefix_cache_stale_total", tier="small") == 0
+        assert stack.metric("prefix_lookup_stale_total", tier="small") == 0

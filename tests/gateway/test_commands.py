@@ -1,0 +1,49 @@
+"""Parts of the commands that need no stack: the demo's verdict, the logs of the children."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.commands.demo import _verdict
+from gateway.commands.stack import Stack, StackError, free_ports
+
+GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("turns", "status", "says"),
+    [
+        ([GOOD], 0, ""),
+        ([GOOD, GOOD | {"turn": 2, "full_prefill_ttft_ms": None}], 1, "not measured against a full prefill: turn 2"),
+        ([GOOD | {"handoff_ttft_ms": None}], 1, "not measured against a full prefill: turn 1"),
+        ([GOOD, GOOD | {"turn": 2, "handoff_ttft_ms": 41.0}], 1, "no faster than a full prefill: turn 2"),
+        ([GOOD, GOOD | {"turn": 2, "path": "fallback:no_time"}], 1, "fell back to a full prefill: turn 2"),
+        ([GOOD | {"path": "exact"}], 1, "no turn was handed over"),
+        ([GOOD, GOOD | {"path": "exact", "handoff_ttft_ms": None, "full_prefill_ttft_ms": None}], 0, ""),
+    ],
+)
+def test_the_demos_verdict(
+    turns: list[dict[str, Any]], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _verdict(turns) == status
+    assert says in capsys.readouterr().err
+
+
+def test_a_log_begins_anew_with_each_start_and_one_older_is_kept(tmp_path: Path) -> None:
+    """The children end at once: the configuration is none. What they say of it is in the logs."""
+    (port,) = free_ports(1)
+    config = tmp_path / "kvrelay.yaml"
+    config.write_text(yaml.safe_dump({"workers": {"w": {"url": f"http://127.0.0.1:{port}"}}, "server": {"port": port}}))
+    log = tmp_path / "logs" / "w.log"
+    log.parent.mkdir()
+    log.write_text("the run before\n")
+    log.with_name("w.log.1").write_text("an older one\n")
+    stack = Stack(config, tmp_path / "secret", log.parent)
+    with pytest.raises(StackError, match="ended with status"), stack:
+        stack.wait_ready(lambda line: None)
+    assert log.with_name("w.log.1").read_text() == "the run before\n"
+    assert "the run before" not in log.read_text()

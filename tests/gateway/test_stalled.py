@@ -1,0 +1,71 @@
+"""A worker that freezes in the midst of its answer, over real sockets: the answer is replaced within the deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told
+
+REQUEST_S = 5.0
+DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 2.5, "token_gap_s": 0.4, "assumed_prefill_tokens_per_s": 5000}
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with live_stack(deadlines=DEADLINES) as stack:
+        yield stack
+
+
+async def test_the_small_one_after_it_was_judged(stack: Stack) -> None:
+    stack.small.stall("cached_chat", after=5)
+    started = time.monotonic()
+    reply = await stack.chat()
+    assert time.monotonic() - started < REQUEST_S / 2, "the gap is bounded, not only the whole"
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    assert told(reply)["path"] == "fallback:small_deadline_exceeded"
+
+
+async def test_the_large_one_over_a_handed_over_cache(stack: Stack) -> None:
+    stack.large.stall("cached_chat", after=1)
+    reply = await stack.escalate()
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    assert told(reply)["path"] == "fallback:large_deadline_exceeded"
+    assert len(stack.large.made("chat")) == 1
+
+
+async def test_the_large_one_whatever_it_is_asked(stack: Stack) -> None:
+    """Then the small model's answer stands."""
+    for call in ("chat", "cached_chat"):
+        stack.large.stall(call, after=1)
+    reply = await stack.escalate()
+    assert text(reply) == right_answer(stack.small, MESSAGES)
+    assert (told(reply)["tier"], told(reply)["path"]) == ("small", "fallback:large_deadline_exceeded")
+
+
+async def test_the_large_one_before_its_first_token(stack: Stack) -> None:
+    for call in ("chat", "cached_chat"):
+        stack.large.stall(call, after=0)
+    started = time.monotonic()
+    reply = await stack.escalate()
+    assert text(reply) == right_answer(stack.small, MESSAGES)
+    assert time.monotonic() - started < REQUEST_S
+
+
+async def test_a_slow_answer_is_no_late_one() -> None:
+    """As long as tokens come, nothing is given up, however long the whole takes."""
+    async with live_stack(deadlines=DEADLINES | {"token_gap_s": 1.0}) as stack:
+        stack.large.token_s = 0.2  # seven words: longer than the gap
+        reply = await stack.escalate()
+        assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+
+
+async def test_a_model_by_name_has_the_whole_deadline() -> None:
+    async with live_stack(deadlines={"request_s": 1.0, "token_gap_s": 0.1}) as stack:
+        stack.large.stall("chat", after=1)
+        started = time.monotonic()
+        reply = await stack.chat(model="large")
+        assert reply.status_code == 504
+        assert time.monotonic() - started > 0.9
