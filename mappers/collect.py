@@ -99,7 +99,7 @@ def collect(
         theirs, ours = _read_both(models, ids, head)
         if finder:
             finder.update(theirs, ours)
-        theirs, ours = _stripped(theirs, ropes[0]), _stripped(ours, ropes[1])
+        theirs, ours = ropes[0].stripped(theirs), ropes[1].stripped(ours)
         for group in groups:
             group.update(theirs, ours, held_out=num_documents % HELD_OUT_EVERY == 1)
         digest.update(len(ids).to_bytes(4, "little") + b"".join(i.to_bytes(4, "little") for i in ids))
@@ -133,11 +133,6 @@ def _groups(joint: bool, copies: dict[Target, int], source: KVGeometry, target: 
 
 def _read_both(models: tuple[Any, Any], ids: Sequence[int], head: int) -> tuple[KVCache, KVCache]:
     return read(models[0], ids).slice(head, len(ids)), read(models[1], ids).slice(head, len(ids))
-
-
-def _stripped(cache: KVCache, rope: Rope) -> KVCache:
-    keys = tuple(rope.strip(key, cache.positions) for key in cache.keys)
-    return KVCache(keys, cache.values, cache.start)
 
 
 def _rows(states: Tensor) -> Tensor:

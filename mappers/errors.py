@@ -6,10 +6,12 @@
     ├── FingerprintMismatch  a bundle, or a derived model's record, speaks of other weights
     ├── TokenizerMismatch    the two models do not read the same tokens
     ├── UnsupportedModel     a model that no mapper can serve: its RoPE, its layers, its files
+    ├── PositionOutOfRange   a token that stands where the model's RoPE can't be known
     ├── UnknownMethod        no mapping method of that name
     ├── UnknownFamily        neither a bundle nor a family of that name
     ├── CalibrationTooSmall  too few tokens for the features of a fit
     ├── RankDeficient        the features of a fit depend on one another
+    ├── CheckpointMismatch   a checkpoint of another fit, or of other documents
     └── DataUnreadable       a file that holds no conversations and no text
 """
 
@@ -40,6 +42,10 @@ class UnsupportedModel(MapperError):
     pass
 
 
+class PositionOutOfRange(MapperError):
+    pass
+
+
 class UnknownMethod(MapperError):
     pass
 
@@ -57,4 +63,8 @@ class RankDeficient(MapperError):
 
 
 class DataUnreadable(MapperError):
+    pass
+
+
+class CheckpointMismatch(MapperError):
     pass

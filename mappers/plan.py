@@ -20,7 +20,7 @@ from torch import Tensor
 from mappers.cache import KVCache, KVGeometry
 from mappers.errors import BundleCorrupt
 from mappers.manifest import COPY, KINDS, Kind, Manifest
-from mappers.rope import Rope, inverse, rotate
+from mappers.rope import Factors, Rope, inverse, rotate
 
 Block = tuple[Kind, int]  # column block of a feature matrix
 Features = Mapping[Kind, Sequence[int]]  # the source layers that stand in the feature matrix of each kind, ascending
@@ -41,7 +41,8 @@ class Workspace:
             self._allocate(chunk.num_tokens)
         work = Chunk(chunk, {name: buffer[: chunk.num_tokens] for name, buffer in self._buffers.items()})
         span = (chunk.start, chunk.num_tokens, self._device)
-        work.set_ropes(inverse(*source_rope.span(*span)), target_rope.span(*span))
+        strip = [inverse(*factors) for factors in source_rope.span(*span)]
+        work.set_ropes(_by_layer(strip, source_rope), _by_layer(target_rope.span(*span), target_rope))
         for kind in KINDS:
             work.lay_out(kind, self._features[kind])
         return work
@@ -66,9 +67,9 @@ class Chunk:
         self.source = source
         self._buffers = buffers
 
-    def set_ropes(self, strip: tuple[Tensor, Tensor], apply: tuple[Tensor, Tensor]) -> None:
-        self._strip = strip[0].unsqueeze(1), strip[1].unsqueeze(1)  # (T, 1, R)
-        self._apply = apply[0].unsqueeze(1), apply[1].unsqueeze(1)
+    def set_ropes(self, strip: Sequence[Factors], apply: Sequence[Factors]) -> None:
+        """What takes RoPE off the keys of each source layer, and what puts it on those of each target layer."""
+        self._strip, self._apply = strip, apply  # (T, 1, R)
 
     def lay_out(self, kind: Kind, layers: Sequence[int]) -> None:
         """Fill the feature matrix of one kind from these source layers."""
@@ -77,7 +78,7 @@ class Chunk:
             out = self._buffers[f"{kind}.features"][:, block * heads : (block + 1) * heads]  # (T, H, D)
             states = self.source.of(kind)[layer].transpose(0, 1)  # (T, H, D)
             if kind == "keys":
-                rotate(states.to(out.device, torch.float32), *self._strip, out)
+                rotate(states.to(out.device, torch.float32), *self._strip[layer], out)
             else:
                 out.copy_(states)
 
@@ -89,11 +90,11 @@ class Chunk:
         """(T, W): where a target layer's output of this kind is written."""
         return self._buffers[f"{kind}.out"].flatten(1)
 
-    def finished(self, kind: Kind) -> Tensor:
-        """What `out` holds as the target's cache wants it: (H, T, D), keys with RoPE."""
+    def finished(self, kind: Kind, layer: int) -> Tensor:
+        """What `out` holds as a target layer's cache wants it: (H, T, D), keys with RoPE."""
         states = self._buffers[f"{kind}.out"]
         if kind == "keys":
-            states = rotate(states, *self._apply, self._buffers["rotated"])
+            states = rotate(states, *self._apply[layer], self._buffers["rotated"])
         return states.transpose(0, 1)
 
 
@@ -127,6 +128,7 @@ class Run:
 @dataclass(frozen=True)
 class Linear(Output):
     kind: Kind
+    layer: int  # of the target
     runs: tuple[Run, ...]
     bias: Tensor  # (W,)
 
@@ -135,7 +137,7 @@ class Linear(Output):
         addend = self.bias
         for run in self.runs:
             addend = torch.addmm(addend, chunk.features(run.kind)[:, run.begin : run.end], run.weight, out=out)
-        return chunk.finished(self.kind)
+        return chunk.finished(self.kind, self.layer)
 
 
 def features_of(manifest: Manifest) -> Features:
@@ -173,7 +175,7 @@ class _OutputMaker:
         blocks += [("values", self._features["values"].index(i)) for i in spec.value_layers]
         weight = self._tensor(weight_name(layer, kind, "weight"), (len(blocks) * width_in, width_out))
         bias = self._tensor(weight_name(layer, kind, "bias"), (width_out,))
-        return Linear(kind, tuple(_runs(blocks, weight, width_in)), bias)
+        return Linear(kind, layer, tuple(_runs(blocks, weight, width_in)), bias)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self._weights.get(name)
@@ -181,6 +183,12 @@ class _OutputMaker:
             held = None if found is None else tuple(found.shape)
             raise BundleCorrupt(f"tensor {name!r}: the manifest asks for {shape}, the weights hold {held}")
         return found.float().contiguous()
+
+
+def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:
+    """For each layer its table, shaped to turn all heads alike: (T, 1, R); layers share what is the same."""
+    shaped = [(cos.unsqueeze(1), sin.unsqueeze(1)) for cos, sin in tables]
+    return [shaped[table] for table in rope.tables]
 
 
 def _runs(blocks: list[Block], weight: Tensor, width: int) -> list[Run]:

@@ -3,27 +3,39 @@
 A key is mapped where it says what the token is, not where it stands: RoPE is stripped from the source's keys and
 applied again for the target. cos and sin come from the rotary module of the live model (or one rebuilt from its
 config), attention scaling (the YaRN gain) included, because a mismatch between fit and serving ruins the map.
+
+Layers may differ: in Gemma 3 those with a sliding window turn faster, in SmolLM3 every fourth does not turn at all.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mappers.errors import UnsupportedModel
+from mappers.cache import KVCache
+from mappers.errors import PositionOutOfRange
+from mappers.rotary import (
+    TOLERANCE,
+    check_live,
+    check_rotation,
+    config_of,
+    constant_positions,
+    factors,
+    layer_kinds,
+    rebuilt_module,
+    rotary_module,
+)
 
-# Types whose factors change with the length of the sequence: what was applied to a cached key can't be known later.
-LENGTH_DEPENDENT = ("dynamic", "longrope")
+__all__ = ["TOLERANCE", "Factors", "Rope", "inverse", "rotate"]
+
 PROBE_POSITIONS = (0, 1, 97, 383)
-TOLERANCE = 1e-5  # float32 round trip; cos and sin carry about 6e-8
+FIRST_TABLE = 1024
+
+Factors = tuple[Tensor, Tensor]  # cos and sin, (tokens, R) each
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
@@ -40,103 +52,104 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-class Rope:
-    """The rotary embedding of one model: `apply` turns keys to their positions, `strip` undoes it."""
-
-    def __init__(self, module: nn.Module, config: Any):
-        _check_type(config)
-        self.module = module
-        self.max_positions = int(config.max_position_embeddings)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        _check_rotation(self, module)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Rope:
-        """The RoPE of a live transformers model."""
-        return cls(copy.deepcopy(_rotary_module(model)).float(), model.config)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Rope:
-        """The RoPE of a model of which only the Hugging Face config dict is at hand; needs no weights."""
-        kind = config.get("model_type")
-        if kind not in CONFIG_MAPPING:
-            raise UnsupportedModel(f"unknown model_type {kind!r}; known are those of the installed transformers")
-        built = CONFIG_MAPPING[kind].from_dict(dict(config))
-        _check_type(built)
-        with torch.device("meta"):
-            module = _rotary_module(AutoModelForCausalLM.from_config(built))
-        return cls(type(module)(built), built)
-
-    def apply(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rotate keys (H, T, D) to `positions` (T,); float32."""
-        cos, sin = self._rows(positions)
-        return rotate(keys.float(), cos, sin, torch.empty_like(keys, dtype=torch.float32))
-
-    def strip(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Undo `apply`: keys (H, T, D) that stand at `positions` (T,), without position; float32."""
-        cos, sin = inverse(*self._rows(positions))
-        return rotate(keys.float(), cos, sin, torch.empty_like(keys, dtype=torch.float32))
-
-    def span(self, start: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, (num_tokens, R) each, of the positions from `start` on."""
-        cos, sin = self._grown(start + num_tokens, device)
-        return cos[start : start + num_tokens], sin[start : start + num_tokens]
-
-    def probe(self) -> Tensor:
-        """cos and sin at a few fixed positions, (2, P, R): stored in a bundle, compared when it is loaded."""
-        return torch.stack(self._rows(torch.tensor(PROBE_POSITIONS)))
-
-    def _rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        end = int(positions.max()) + 1 if positions.numel() else 1
-        cos, sin = self._grown(end, positions.device)
-        return cos[positions], sin[positions]
-
-    def _grown(self, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        tables = self._tables.get(device)
-        if tables is None or len(tables[0]) < end:
-            size = max(end, 2 * len(tables[0]) if tables else 1024)
-            tables = self._tables[device] = _computed(self.module, size, device)
-        return tables
-
-
-def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def inverse(cos: Tensor, sin: Tensor) -> Factors:
     """The factors that undo a rotation by `cos`, `sin`, whose squares sum to the gain squared."""
     gain = cos.square() + sin.square()
     return cos / gain, -sin / gain
 
 
-@torch.no_grad()
-def _computed(module: nn.Module, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    home = next(module.buffers()).device
-    cos, sin = module(torch.zeros(1, device=home), torch.arange(size, device=home)[None])
-    return cos[0].float().to(device), sin[0].float().to(device)
+class Rope:
+    """The rotary embedding of one model: `apply` turns keys to their positions, `strip` undoes it.
+
+    `kinds` names for each layer what turns its keys, `tables` says which of the sets of factors that is: layers that
+    share one share its index. `limit` is the number of positions from 0 on for which factors are known (None: all);
+    beyond, every call raises `PositionOutOfRange`. See `mappers.rotary.constant_positions`.
+    """
+
+    def __init__(self, module: nn.Module, config: Any):
+        self._module = module
+        self._type = str(config.model_type)
+        self.kinds = layer_kinds(module, config)
+        self._distinct = tuple(dict.fromkeys(self.kinds))
+        self.tables = tuple(self._distinct.index(kind) for kind in self.kinds)
+        self.limit = constant_positions(config)
+        self._factors: dict[torch.device, list[Factors]] = {}
+        check_rotation(self, module)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Rope:
+        """The RoPE of a live transformers model; the model reads one token twice to show that its keys turn so.
+
+        Raises `UnsupportedModel` for a model without RoPE, or with one that turns other pairs than Llama's.
+        """
+        rope = cls(copy.deepcopy(rotary_module(model)).float(), model.config)
+        check_live(model, rope)
+        return rope
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Rope:
+        """The RoPE of a model of which only the Hugging Face config dict is at hand; needs no weights."""
+        built = config_of(config)
+        return cls(rebuilt_module(built), built)
+
+    def apply(self, keys: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """Rotate keys (H, T, D) of one layer to `positions` (T,); float32."""
+        return _rotated(keys, *self.rows(positions, layer))
+
+    def strip(self, keys: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """Undo `apply`: keys (H, T, D) of one layer that stand at `positions` (T,), without position; float32."""
+        return _rotated(keys, *inverse(*self.rows(positions, layer)))
+
+    def stripped(self, cache: KVCache) -> KVCache:
+        """A cache whose keys carry no position; values as they are."""
+        keys = tuple(self.strip(key, cache.positions, layer) for layer, key in enumerate(cache.keys))
+        return KVCache(keys, cache.values, cache.start)
+
+    def moved(self, cache: KVCache, start: int) -> KVCache:
+        """The cache as if its tokens stood from position `start` on: what a prefill there gives, if the model sees
+        distances only."""
+        plain = self.stripped(cache)
+        moved = KVCache(plain.keys, plain.values, start)
+        keys = tuple(self.apply(key, moved.positions, layer) for layer, key in enumerate(plain.keys))
+        return KVCache(keys, cache.values, start)
+
+    def span(self, start: int, num_tokens: int, device: torch.device) -> list[Factors]:
+        """cos and sin, (num_tokens, R) each, of the positions from `start` on, for each of `tables`' indices."""
+        rows = slice(start, start + num_tokens)
+        return [(cos[rows], sin[rows]) for cos, sin in self._grown(rows.stop, device)]
+
+    def rows(self, positions: Tensor, layer: int) -> Factors:
+        """cos and sin of one layer, (T, R) each, at `positions` (T,)."""
+        end = int(positions.max()) + 1 if positions.numel() else 1
+        cos, sin = self._grown(end, positions.device)[self.tables[layer]]
+        return cos[positions], sin[positions]
+
+    @property
+    def probe_positions(self) -> Tensor:
+        return torch.tensor([min(position, (self.limit or position + 1) - 1) for position in PROBE_POSITIONS])
+
+    def probe(self) -> Tensor:
+        """cos and sin of every table at a few fixed positions, (2, P, sum of R): stored in a bundle, compared when it
+        is loaded."""
+        layers = [self.tables.index(table) for table in range(len(self._distinct))]
+        rows = [torch.stack(self.rows(self.probe_positions, layer)) for layer in layers]
+        return torch.cat(rows, dim=-1)
+
+    def _grown(self, end: int, device: torch.device) -> list[Factors]:
+        """All tables, at least `end` rows of each."""
+        if self.limit is not None and end > self.limit:
+            raise PositionOutOfRange(
+                f"position {end - 1} of a {self._type} whose RoPE changes behind position {self.limit - 1}: a key does "
+                f"not tell by which factors it was turned; allowed: positions below {self.limit}"
+            )
+        tables = self._factors.get(device)
+        if tables is None or len(tables[0][0]) < end:
+            size = max(end, 2 * len(tables[0][0]) if tables else FIRST_TABLE)
+            size = size if self.limit is None else min(size, self.limit)
+            tables = [factors(self._module, kind, size, device) for kind in self._distinct]
+            self._factors[device] = tables
+        return tables
 
 
-def _rotary_module(model: nn.Module) -> nn.Module:
-    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    for name, module in named:
-        if name.rsplit(".", 1)[-1] == "rotary_emb":
-            return module
-    raise UnsupportedModel(f"{type(model).__name__} has no module named rotary_emb: only RoPE is supported")
-
-
-def _check_type(config: Any) -> None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default" if "rope_theta" in parameters else None)
-    if kind is None:
-        raise UnsupportedModel(f"model_type {config.model_type!r} has no single RoPE for all its layers")
-    if kind in LENGTH_DEPENDENT:
-        raise UnsupportedModel(f"rope_type {kind!r} changes with the length; allowed: default, linear, llama3, yarn")
-
-
-def _check_rotation(rope: Rope, module: nn.Module) -> None:
-    """Compare with the modelling code's own function, so that an interleaved RoPE is refused rather than garbled."""
-    own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    if own is None or list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
-        raise UnsupportedModel(f"{type(module).__module__} has no apply_rotary_pos_emb(q, k, cos, sin)")
-    positions = torch.tensor(PROBE_POSITIONS)
-    cos, sin = rope._rows(positions)
-    keys = torch.linspace(-1, 1, 2 * cos.numel()).view(2, *cos.shape)  # (H, P, R)
-    theirs = own(keys[None], keys[None], cos[None], sin[None])[1][0]
-    if not torch.allclose(theirs, rope.apply(keys, positions), atol=TOLERANCE):
-        raise UnsupportedModel(f"{type(module).__name__} does not rotate halves; allowed: RoPE as in Llama")
+def _rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate(keys.float(), cos, sin, torch.empty_like(keys, dtype=torch.float32))

@@ -26,11 +26,12 @@ def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: 
 def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
     """The map as the manifest defines it, one token at a time."""
     out: dict[str, list[Tensor]] = {"keys": [], "values": []}
-    plain = [mapper.source_rope.strip(key, cache.positions) for key in cache.keys]
+    plain = list(mapper.source_rope.stripped(cache).keys)
     for layer, spec in enumerate(mapper.manifest.layers):
         for kind in KINDS:
             states = one_output(mapper, spec.of(kind), f"layers.{layer}.{kind}", cache, plain, kind)
-            out[kind].append(states)
+            turned = kind == "keys" and spec.of(kind).method != "copy"
+            out[kind].append(mapper.target_rope.apply(states, cache.positions, layer) if turned else states)
     return KVCache(tuple(out["keys"]), tuple(out["values"]), cache.start)
 
 
@@ -43,8 +44,7 @@ def one_output(mapper: Mapper, spec: OutputSpec, name: str, cache: KVCache, plai
         parts = [plain[i][:, token].flatten() for i in spec.key_layers]
         parts += [cache.values[i][:, token].flatten() for i in spec.value_layers]
         rows.append(torch.cat(parts).double() @ weight + bias)
-    states = torch.stack(rows).float().view(cache.num_tokens, KV_HEADS, HEAD_DIM).transpose(0, 1)
-    return mapper.target_rope.apply(states, cache.positions) if kind == "keys" else states
+    return torch.stack(rows).float().view(cache.num_tokens, KV_HEADS, HEAD_DIM).transpose(0, 1)
 
 
 @pytest.mark.parametrize("start", [0, 4, 400])
