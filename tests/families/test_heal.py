@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workers.families.smol import COPIED_FILES, merge
-from workers.training.heal import HealRecipe, HealRun, Sibling, distillation_loss
+from workers.training.heal import HealRecipe, HealRun, Lessons, Sibling, distillation_loss, lesson
 from workers.training.lowrank import load_deltas
 
 RECIPE = HealRecipe(kept=(0, 1, 3, 5), adapted=(3, 5), rank=4, sequence=32, batch=2, warmup_steps=2)
@@ -65,15 +65,46 @@ def test_training_brings_the_sibling_closer(teacher: LlamaForCausalLM, documents
     teacher.requires_grad_(False)
     sibling = Sibling(teacher, RECIPE)
     optimizer = torch.optim.Adam(sibling.trainable, lr=1e-2)
+    theirs = lesson(teacher, RECIPE, batch)
     losses = []
     for _ in range(30):
         torch.manual_seed(0)
-        loss, _ = distillation_loss(teacher, sibling, RECIPE, batch)
+        loss, _ = distillation_loss(teacher, sibling, RECIPE, theirs)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_first_own_layer_keeps_the_teachers_keys_and_values(teacher: LlamaForCausalLM) -> None:
+    """It reads what the teacher's reads, so they are right already; one that takes another's place needs new ones."""
+    same, moved = HealRecipe(kept=(0, 1, 2, 5), adapted=(2, 5), rank=4), RECIPE
+    assert (same.own, same.frozen) == ((2, 5), ("k_proj", "v_proj"))
+    assert (moved.own, moved.frozen) == ((3, 5), ())
+    layer = Sibling(teacher, same).layers["2"].self_attn
+    assert layer.k_proj is not None and not hasattr(layer.k_proj, "A") and hasattr(layer.q_proj, "A")
+
+
+def test_a_lesson_is_what_the_teacher_gives_to_each_layer_that_is_kept(teacher: LlamaForCausalLM) -> None:
+    tokens = torch.randint(64, (2, 32))
+    read = teacher.model(tokens, output_hidden_states=True)
+    before_2, before_3, before_5 = (read.hidden_states[i] for i in (2, 3, 5))
+    theirs = lesson(teacher, HealRecipe(kept=(0, 1, 2, 3, 5), adapted=(2, 3, 5)), tokens)
+    torch.testing.assert_close(theirs[:3], torch.stack([before_2, before_3, before_5]))
+    torch.testing.assert_close(teacher.model.norm(theirs[3]), read.last_hidden_state)
+
+
+def test_the_teacher_reads_each_document_once(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
+    recipe = HealRecipe(kept=RECIPE.kept, adapted=RECIPE.adapted, sequence=32, batch=2, passes=2)
+    reads: list[torch.Tensor] = []
+    teacher.model.embed_tokens.register_forward_hook(lambda _, args, __: reads.append(args[0]))
+    lessons = Lessons(teacher, recipe, [d[:32] for d in documents], num_steps=4)
+    first = [lessons.at(step) for step in (0, 1)]
+    assert len(reads) == 4
+    again = [lessons.at(step) for step in (2, 3)]
+    assert len(reads) == 4
+    torch.testing.assert_close(first, again)
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(

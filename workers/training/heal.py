@@ -2,12 +2,14 @@
 
 The lower layers, up to the first one that is adapted or follows the cut, stay the teacher's own: one forward pass
 serves both models up to there, and their keys and values pass between the two unchanged. The adapters above learn to
-give the teacher's next-token distribution (KL on a random share of the positions), its last hidden state, and its
-hidden states between.
+give the teacher's next-token distribution (KL on a random share of the positions), its last hidden state, and what the
+teacher gives to each layer that is kept: a layer learns to do the work of those left out behind it.
 
-    teacher   0 ── 1 ── ... ── 17 ── 18 ── ... ── 23 ── 24  ── ... ── 29  ── head
-                               │         hidden states match, then the distribution
-    sibling       (shared)     └─────────────────────── 24' ── ... ── 29' ── head
+    teacher   0 ── ... ── 19 ── 20  ── 21 ── 22 ── 23  ── 24 ── 25 ── 26  ── ... ── 29  ── head
+                          │                   hidden states match here │    then the distribution
+    sibling    (shared)   └──── 20' ────────────── 23' ────────────── 26' ───────── 29' ── head
+
+The first layer of its own reads what the teacher's reads, so its key and value maps stay the teacher's too.
 
 Knows nothing of mapping or of workers. Source of the idea: Minitron, https://arxiv.org/abs/2407.14679.
 """
@@ -30,13 +32,15 @@ from workers.training import lowrank
 
 @dataclass(frozen=True)
 class HealRecipe:
-    """What to keep and how to train. `kept` and `adapted` are layer numbers of the teacher."""
+    """What to keep and how to train. `kept` and `adapted` are layer numbers of the teacher. Each document is read
+    `passes` times, but by the teacher only once."""
 
     kept: tuple[int, ...]
     adapted: tuple[int, ...]
     rank: int = 48
     sequence: int = 512
     batch: int = 1
+    passes: int = 1
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     decay_share: float = 0.25
@@ -57,6 +61,16 @@ class HealRecipe:
         alike = (i for i, layer in enumerate(self.kept) if layer != i or layer in self.adapted)
         return next(alike, len(self.kept))
 
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The kept layers that the sibling does not share with the teacher."""
+        return self.kept[self.num_shared :]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Maps of the first own layer that need no adapter: the teacher's are right for what it reads."""
+        return ("k_proj", "v_proj") if self.own[:1] == (self.num_shared,) else ()
+
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """Warm up, hold, then fall linearly to a twentieth over the last `decay_share` of the steps."""
         decay_steps = max(1, int(num_steps * self.decay_share))
@@ -71,10 +85,10 @@ class Sibling(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(recipe.seed)
         self.layers = nn.ModuleDict()
-        for index in range(recipe.num_shared, len(recipe.kept)):
-            layer = copy.deepcopy(teacher.model.layers[recipe.kept[index]]).requires_grad_(False)
-            if recipe.kept[index] in recipe.adapted:
-                lowrank.attach(layer, recipe.rank, generator)
+        for index, kept in enumerate(recipe.own, start=recipe.num_shared):
+            layer = copy.deepcopy(teacher.model.layers[kept]).requires_grad_(False)
+            if kept in recipe.adapted:
+                lowrank.attach(layer, recipe.rank, generator, recipe.frozen if kept == recipe.own[0] else ())
             self.layers[str(index)] = layer
 
     @property
@@ -97,25 +111,61 @@ def distance(ours: Tensor, theirs: Tensor) -> Tensor:
     return (ours - theirs).square().mean() / (theirs - theirs.mean(1, keepdim=True)).square().mean()
 
 
-def distillation_loss(teacher: Any, sibling: Sibling, recipe: HealRecipe, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, KL in nats a token) of one batch of token ids (B, T)."""
+@torch.no_grad()
+def lesson(teacher: Any, recipe: HealRecipe, tokens: Tensor) -> Tensor:
+    """What the teacher makes of token ids (B, T): its hidden state before each layer of the sibling's own, and after
+    its last one. (S, B, T, C) for S - 1 own layers."""
+    hidden = teacher.model.embed_tokens(tokens)
+    states = [hidden, *run_layers(list(teacher.model.layers), hidden, rope_of(teacher, hidden))]
+    return torch.stack([states[layer] for layer in (recipe.num_shared, *recipe.own[1:], len(states) - 1)])
+
+
+def distillation_loss(teacher: Any, sibling: Sibling, recipe: HealRecipe, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, KL in nats a token) of one batch, given as its `lesson`."""
     with torch.no_grad():
-        hidden = teacher.model.embed_tokens(tokens)
-        rope = teacher.model.rotary_emb(hidden, torch.arange(tokens.shape[1], device=tokens.device)[None])
-        theirs = run_layers(list(teacher.model.layers), hidden, rope)  # L x (B, T, C)
         their_final = teacher.model.norm(theirs[-1]).flatten(0, 1)  # (B*T, C)
-        scored = torch.randperm(len(their_final), device=tokens.device)[: int(len(their_final) * recipe.scored_share)]
+        num_scored = int(len(their_final) * recipe.scored_share)
+        scored = torch.randperm(len(their_final), device=theirs.device)[:num_scored]
         their_logprobs = F.log_softmax(teacher.lm_head(their_final[scored]), dim=-1)
-        shared = theirs[recipe.num_shared - 1] if recipe.num_shared else hidden
-    ours = run_layers(list(sibling.layers.values()), shared, rope)
+    ours = run_layers(list(sibling.layers.values()), theirs[0], rope_of(teacher, theirs[0]))
     our_final = teacher.model.norm(ours[-1]).flatten(0, 1)
     our_logprobs = F.log_softmax(teacher.lm_head(our_final[scored]), dim=-1)
     kl = F.kl_div(our_logprobs, their_logprobs, log_target=True, reduction="batchmean")
     final = (our_final - their_final).square().mean() / their_final.var()
-    between = list(zip(ours[:-1], recipe.kept[recipe.num_shared :], strict=False))
-    hidden_loss = sum(distance(state, theirs[layer]) for state, layer in between) / max(1, len(between))
+    between = list(zip(ours[:-1], theirs[1:-1], strict=True))
+    hidden_loss = sum(distance(state, wanted) for state, wanted in between) / max(1, len(between))
     loss = kl + recipe.final_weight * final + recipe.hidden_weight * hidden_loss
     return loss, kl.detach()
+
+
+def rope_of(teacher: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for the positions of hidden states (B, T, C)."""
+    cos, sin = teacher.model.rotary_emb(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])
+    return cos, sin
+
+
+class Lessons:
+    """The windows of a run and what the teacher made of them, kept in float16 from the first pass for the next."""
+
+    def __init__(self, teacher: Any, recipe: HealRecipe, windows: Sequence[Tensor], num_steps: int):
+        num_windows = -(-num_steps // recipe.passes) * recipe.batch
+        self._teacher, self._recipe = teacher, recipe
+        self._windows = windows[: max(num_windows, recipe.batch)]
+        self._kept: dict[int, Tensor] = {}
+
+    def at(self, step: int) -> Tensor:
+        """(S, B, T, C), on the teacher's device."""
+        first, batch = step * self._recipe.batch, self._recipe.batch
+        return torch.stack([self._of(i % len(self._windows)) for i in range(first, first + batch)], dim=1)
+
+    def _of(self, window: int) -> Tensor:
+        kept = self._kept.get(window)
+        if kept is None:
+            tokens = self._windows[window][None].to(self._teacher.device)
+            kept = lesson(self._teacher, self._recipe, tokens)[:, 0].half()
+            if self._recipe.passes > 1:
+                self._kept[window] = kept.cpu()
+        return kept.to(self._teacher.device, torch.float32)
 
 
 @dataclass
@@ -146,15 +196,16 @@ class HealRun:
             )
         sibling = Sibling(self.teacher.requires_grad_(False), self.recipe).to(self.teacher.device)
         optimizer = torch.optim.AdamW(sibling.trainable, betas=(0.9, 0.99), weight_decay=0.0)
+        lessons = Lessons(self.teacher, self.recipe, windows, num_steps)
+        step_tokens = self.recipe.batch * self.recipe.sequence
         step = self._resume(sibling, optimizer)
         started = saved = time.monotonic()
         first, average = step, None
         while step < num_steps and not self.stop():
             torch.manual_seed(self.recipe.seed + step)
-            batch = self._batch(windows, step).to(self.teacher.device)  # (B, T)
             for group in optimizer.param_groups:
                 group["lr"] = self.recipe.learning_rate_at(step, num_steps)
-            loss, kl = distillation_loss(self.teacher, sibling, self.recipe, batch)
+            loss, kl = distillation_loss(self.teacher, sibling, self.recipe, lessons.at(step))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(sibling.trainable, 1.0)
@@ -162,17 +213,13 @@ class HealRun:
             step += 1
             average = kl.item() if average is None else 0.95 * average + 0.05 * kl.item()
             if step % 10 == 0 or step == num_steps:
-                rate = (step - first) * batch.numel() / (time.monotonic() - started)
-                left = (num_steps - step) * batch.numel() / rate
+                rate = (step - first) * step_tokens / (time.monotonic() - started)
+                left = (num_steps - step) * step_tokens / rate
                 self.log(f"step {step}/{num_steps}  KL {average:.3f}  {rate:.0f} tokens/s  {left / 60:.0f} min left")
             if time.monotonic() - saved > self.checkpoint_every_s:
                 self._save(sibling, optimizer, step)
                 saved = time.monotonic()
         return self._save(sibling, optimizer, step)
-
-    def _batch(self, windows: Sequence[Tensor], step: int) -> Tensor:
-        first = step * self.recipe.batch
-        return torch.stack([windows[i % len(windows)] for i in range(first, first + self.recipe.batch)])
 
     def _resume(self, sibling: Sibling, optimizer: torch.optim.Optimizer) -> int:
         path = self.folder / "state.pt"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,11 +29,11 @@ class LowRank(nn.Module):
         return self.linear(x) + (x @ self.A.T) @ self.B.T  # type: ignore[no-any-return]
 
 
-def attach(layer: nn.Module, rank: int, generator: torch.Generator) -> None:
-    """Put an adapter on every linear map below `layer`."""
+def attach(layer: nn.Module, rank: int, generator: torch.Generator, frozen: Sequence[str] = ()) -> None:
+    """Put an adapter on every linear map below `layer`, but not on those named in `frozen`."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and not isinstance(parent, LowRank):
+            if isinstance(child, nn.Linear) and not isinstance(parent, LowRank) and name not in frozen:
                 setattr(parent, name, LowRank(child, rank, generator))
 
 

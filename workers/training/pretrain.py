@@ -37,8 +37,8 @@ SHAPES = {
 }
 SEEDS = {"small": 1, "large": 2}
 LENGTHS = (256, 512, 1024, 2304)
-TOKENS_A_STEP = 1536
-PEAK_RATES = {"small": 3e-3, "large": 1.5e-3}
+TOKENS_A_STEP = 768
+PEAK_RATES = {"small": 3e-3, "large": 2.5e-3}
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
