@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvrelay heal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=400_000, help="tokens to train on, repeats included (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=520_000, help="tokens to train on, with repeats (%(default)s)")
     parser.add_argument("--passes", type=int, default=4, help="times that each document is read (default %(default)s)")
     parser.add_argument("--rank", type=int, default=72)
     parser.add_argument("--start", type=Path, metavar="FILE", help="begin from these adapters, e.g. the committed ones")
