@@ -1,10 +1,14 @@
-"""`python -m gateway --config kvrelay.yaml`: one gateway process, in the foreground, logging JSON lines to stderr."""
+"""`python -m gateway --config kvrelay.yaml`: one gateway process, in the foreground, logging JSON lines to stderr.
+
+It follows the file: a change that can be used is, without a request being lost; any other is told, and changes nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -13,6 +17,7 @@ from pydantic import ValidationError
 from gateway import server
 from gateway.app import create_app
 from gateway.errors import SettingsError
+from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
 
 
@@ -23,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if asked.die_with_parent:
             server.die_with_parent()
         settings = _settings(asked)
-        app = create_app(settings, read_secret(settings.secret_file))
+        source = Source(asked.config, partial(_settings, asked))
+        app = create_app(settings, read_secret(settings.secret_file), source=source)
         listener = server.bind(settings)
     except SettingsError as error:
         sys.stderr.write(f"gateway: {error.message}\n")
         return 2
     _log_to_stderr()
     with listener:
-        server.Server(app, settings, asked.ready_file).run(sockets=[listener])
+        server.Server(app, asked.ready_file).run(sockets=[listener])
     return 0
 
 

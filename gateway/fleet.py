@@ -20,6 +20,7 @@ from workers.api.client import WorkerClient
 from workers.api.errors import ModelNotFound
 
 DOWN_POLL_S = 0.25
+BOUNDS = ("limits", "breaker", "deadlines")  # settings that gates, circuits and workers are made of
 
 log = structlog.get_logger()
 
@@ -46,7 +47,10 @@ class Tier:
 
 
 class Fleet:
-    """All tiers, small to large. `watch` keeps an eye on every worker until it is cancelled."""
+    """All tiers, small to large. `watch` keeps an eye on every worker until it is cancelled.
+
+    What is configured as it was in the fleet `before` is taken over from it, with all that it has learnt.
+    """
 
     def __init__(
         self,
@@ -54,11 +58,17 @@ class Fleet:
         secret: str,
         metrics: Metrics,
         transports: Mapping[str, httpx.AsyncBaseTransport],
+        before: Fleet | None = None,
     ):
         self._settings = settings
         self._secret = secret
         self._metrics = metrics
         self._transports = transports
+        self._before = before
+        self._keeps = before is not None and all(
+            getattr(before._settings, name) == getattr(settings, name) for name in BOUNDS
+        )
+        self.gates = {tier.name: self._gate(tier.name) for tier in settings.tiers}
         self.tiers = {tier.name: self._tier(tier) for tier in settings.tiers}
 
     @property
@@ -94,10 +104,16 @@ class Fleet:
         """Looks at every worker once, all at the same time."""
         await asyncio.gather(*(worker.look() for worker in self.workers))
 
-    async def aclose(self) -> None:
+    async def look_at_new(self) -> None:
+        """Looks at those that nobody has looked at yet."""
+        await asyncio.gather(*(worker.look() for worker in self.workers if worker.info is None))
+
+    async def aclose(self, but: Fleet | None = None) -> None:
+        """Closes every worker's client, but for those that another fleet has too."""
         for worker in self.workers:
-            with suppress(httpx.HTTPError):
-                await worker.client.aclose()
+            if but is None or worker not in but.workers:
+                with suppress(httpx.HTTPError):
+                    await worker.client.aclose()
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -115,24 +131,46 @@ class Fleet:
         poll_s = self._settings.deadlines.worker_poll_s
         return poll_s if worker.is_up else min(poll_s, DOWN_POLL_S)
 
-    def _tier(self, tier: TierSettings) -> Tier:
-        gate = Gate(
-            tier.name,
+    def _gate(self, tier: str) -> Gate:
+        if self._before is not None and self._keeps and tier in self._before.gates:
+            return self._before.gates[tier]
+        return Gate(
+            tier,
             max_running=self._settings.limits.max_concurrency_per_tier,
             max_waiting=self._settings.limits.max_queue_per_tier,
-            on_change=lambda running, waiting: self._metrics.tier_load(tier.name, running, waiting),
+            on_change=lambda running, waiting: self._metrics.tier_load(tier, running, waiting),
         )
-        ids = [worker_id for worker_id, worker in self._settings.workers.items() if worker.tier == tier.name]
-        return Tier(tier.name, tier.model, [self._worker(worker_id, gate) for worker_id in ids])
 
-    def _worker(self, worker_id: str, gate: Gate) -> Worker:
+    def _tier(self, tier: TierSettings) -> Tier:
+        ids = [worker_id for worker_id, worker in self._settings.workers.items() if worker.tier == tier.name]
+        return Tier(tier.name, tier.model, [self._worker(worker_id) for worker_id in ids])
+
+    def _worker(self, worker_id: str) -> Worker:
+        """As it was before where its configuration is; else a new one, which at the same address knows what was known.
+        """
+        known = self._known(worker_id)
+        if known is None:
+            return self._new_worker(worker_id)
+        if self._keeps:
+            return known
+        worker = self._new_worker(worker_id)
+        worker.learn_from(known)
+        return worker
+
+    def _known(self, worker_id: str) -> Worker | None:
+        if self._before is None or worker_id not in self._before._settings.workers:
+            return None
+        was, now = self._before._settings.workers[worker_id], self._settings.workers[worker_id]
+        return self._before.tiers[was.tier].workers[worker_id] if (was.tier, was.url) == (now.tier, now.url) else None
+
+    def _new_worker(self, worker_id: str) -> Worker:
         settings = self._settings.workers[worker_id]
         client = WorkerClient(settings.url, self._secret, transport=self._transports.get(worker_id))
         return Worker(
             worker_id,
             settings.tier,
             client,
-            gate=gate,
+            gate=self.gates[settings.tier],
             breaker=self._breaker(worker_id),
             transfers=self._breaker(f"{worker_id}/transfer"),
             times=self._settings.deadlines,

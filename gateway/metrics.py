@@ -74,12 +74,19 @@ class Metrics:
 
         self.circuit_state = gauge("circuit_state", "0 closed, 1 half-open, 2 open", "target")
         self.circuit_transitions = count("circuit_transitions_total", "Circuit changes", "target", "to")
+        self.config_generation = gauge("config_generation", "How many configurations this process has used")
+        self.config_reload = count("config_reload_total", "Configurations read anew, by what came of it", "result")
         self.worker_restarts = count("worker_restarts_total", "Restarts noticed by a new epoch", "target")
         self.client_disconnects = count("client_disconnects_total", "Clients that hung up", "phase")
 
     def circuit_changed(self, target: str, to: State) -> None:
         self.circuit_state.labels(target).set(to)
         self.circuit_transitions.labels(target, to.name.lower()).inc()
+
+    def forget_worker(self, worker_id: str) -> None:
+        """It is configured no more."""
+        for target in (worker_id, f"{worker_id}/transfer"):
+            self.circuit_state.remove(target)
 
     def began(self, report: Report, overhead_ms: float) -> None:
         """The first token is there."""

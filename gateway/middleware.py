@@ -1,4 +1,5 @@
-"""Pure ASGI, outermost first: `Trace` names and measures every request, `Bounds` refuses what is too large."""
+"""Pure ASGI, outermost first: `Trace` names and measures every request and lays down which configuration it sees,
+`Bounds` refuses what is too large."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import HeadersTooLarge, InternalError, loggable, reply_headers
-from gateway.metrics import Metrics
 from gateway.settings import Limits
+from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError, RequestTooLarge
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
@@ -27,12 +28,12 @@ class Trace:
     """Gives the request its id (the client's where that is clean) and arrival time; counts and logs how it ended.
     A bug of ours is logged here, and told as a 500 without its words.
 
-    The route leaves the model's label, tier and path in `scope["state"]`.
+    The route finds its snapshot in `scope["state"]`, and leaves the model's label, tier and path there.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
+    def __init__(self, app: ASGIApp, gateway: Gateway):
         self._app = app
-        self._metrics = metrics
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +49,9 @@ class Trace:
             await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            with self._gateway.current.held() as snapshot:
+                state["snapshot"] = snapshot
+                await self._app(scope, receive, sending)
         except Exception as error:
             log.error("internal_error", request_id=state["request_id"], **loggable(error))
             if state["status"] == UNTOLD:
@@ -59,7 +62,7 @@ class Trace:
     def _ended(self, scope: Scope, state: dict[str, object]) -> None:
         if scope["path"] in UNMETERED:
             return
-        self._metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
+        self._gateway.metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
         took_ms = round((time.monotonic() - float(str(state["arrived_at"]))) * 1000, 1)
         told = {key: state[key] for key in ("tier", "path") if key in state}
         log.info("request", request_id=state["request_id"], status=state["status"], took_ms=took_ms, **told)
@@ -68,44 +71,46 @@ class Trace:
 class Bounds:
     """Refuses headers and bodies over the limits; a body without a length is counted as it comes."""
 
-    def __init__(self, app: ASGIApp, limits: Limits):
+    def __init__(self, app: ASGIApp):
         self._app = app
-        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limits: Limits = scope["state"]["snapshot"].settings.limits
         try:
-            self._check(scope)
+            _check(scope, limits)
         except KvrelayError as error:
             await _refuse(error, send)
             return
-        await self._app(scope, self._counting(receive), send)
+        await self._app(scope, self._counting(receive, limits.max_body_bytes), send)
 
-    def _check(self, scope: Scope) -> None:
-        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
-        if num_bytes > self._limits.max_header_bytes:
-            raise HeadersTooLarge(f"{num_bytes} bytes of headers; at most {self._limits.max_header_bytes} are allowed")
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
-            raise self._too_large(int(length))
-
-    def _counting(self, receive: Receive) -> Receive:
+    def _counting(self, receive: Receive, most: int) -> Receive:
         num_bytes = 0
 
         async def counted() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limits.max_body_bytes:
-                raise self._too_large(num_bytes)
+            if num_bytes > most:
+                raise _too_large(num_bytes, most)
             return message
 
         return counted
 
-    def _too_large(self, num_bytes: int) -> RequestTooLarge:
-        return RequestTooLarge(f"a body of {num_bytes} bytes; at most {self._limits.max_body_bytes} are allowed")
+
+def _check(scope: Scope, limits: Limits) -> None:
+    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if num_bytes > limits.max_header_bytes:
+        raise HeadersTooLarge(f"{num_bytes} bytes of headers; at most {limits.max_header_bytes} are allowed")
+    length = Headers(scope=scope).get("content-length", "0")
+    if length.isdecimal() and int(length) > limits.max_body_bytes:
+        raise _too_large(int(length), limits.max_body_bytes)
+
+
+def _too_large(num_bytes: int, most: int) -> RequestTooLarge:
+    return RequestTooLarge(f"a body of {num_bytes} bytes; at most {most} are allowed")
 
 
 async def _refuse(error: KvrelayError, send: Send) -> None:

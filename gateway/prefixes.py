@@ -21,6 +21,9 @@ class Prefixes:
         self._registry = registry
         self._metrics = metrics
 
+    async def aclose(self) -> None:
+        await self._registry.aclose()
+
     async def look_up(self, turn: Turn, tiers: Sequence[Tier]) -> None:
         """One question, over the chains of every tier that this request may use, longest first."""
         chains = {tier.name: chain_of(turn, tier) for tier in tiers}

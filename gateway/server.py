@@ -1,11 +1,13 @@
 """Runs the gateway: binds, tells where it listens, and ends in good order.
 
 SIGTERM: `/readyz` turns 503 at once, new requests are still taken for a short grace, then the sockets close and what is
-in flight is drained. SIGINT (Ctrl-C) is the same without the grace; a second one ends at once.
+in flight is drained. SIGINT (Ctrl-C) is the same without the grace; a second one ends at once. SIGHUP: the
+configuration is read anew.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -21,7 +23,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway.errors import SettingsError
+from gateway.reload import Source
 from gateway.settings import Settings
+from gateway.snapshot import Gateway
 
 PR_SET_PDEATHSIG = 1
 
@@ -31,22 +35,17 @@ log = structlog.get_logger()
 class Server(uvicorn.Server):
     """uvicorn, with a grace before it stops, and a file that tells where it listens."""
 
-    def __init__(self, app: FastAPI, settings: Settings, ready_file: Path | None):
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=max(1, round(settings.deadlines.drain_s)),
-        )
-        super().__init__(config)
-        self._gateway = app.state.gateway
-        self._grace_s = settings.deadlines.shutdown_grace_s
+    def __init__(self, app: FastAPI, ready_file: Path | None):
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+        self._gateway: Gateway = app.state.gateway
+        self._source: Source | None = app.state.source
         self._ready_file = ready_file
         self._exit_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._source is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.asked.set)
         url = _url(sockets[0]) if sockets else ""
         log.info("listening", url=url)
         if self._ready_file is not None and self.started:
@@ -57,7 +56,9 @@ class Server(uvicorn.Server):
         if self._exit_at is not None and sig == signal.SIGINT:
             self.force_exit = True
         self._gateway.is_draining = True
-        grace_s = self._grace_s if sig == signal.SIGTERM else 0.0
+        deadlines = self._gateway.settings.deadlines
+        self.config.timeout_graceful_shutdown = max(1, round(deadlines.drain_s))
+        grace_s = deadlines.shutdown_grace_s if sig == signal.SIGTERM else 0.0
         self._exit_at = min(time.monotonic() + grace_s, self._exit_at or float("inf"))
 
     async def on_tick(self, counter: int) -> bool:

@@ -85,6 +85,11 @@ class Worker:
         told = self.info.rates.map_tokens_per_s if self.info else None
         return told or self._map_rate or ASSUMED_MAP_SPEEDUP * self.prefill_tokens_per_s
 
+    def learn_from(self, other: Worker) -> None:
+        """What is known of the same process: all but its circuits."""
+        self.info, self.epoch, self._misses = other.info, other.epoch, other._misses
+        self._prefill_rate, self._map_rate = other._prefill_rate, other._map_rate
+
     async def look(self) -> None:
         """Asks how the worker is; its epoch tells whether it restarted meanwhile."""
         try:

@@ -16,6 +16,7 @@ from gateway.explain import explain
 from gateway.replies import completion, frames
 from gateway.routes.replies import json_reply
 from gateway.schemas import parse_chat
+from gateway.snapshot import Snapshot
 from gateway.turn import Turn
 
 router = APIRouter()
@@ -24,9 +25,10 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     turn = await _turn(request)
-    cascade = Cascade(request.app.state.gateway.parts, turn)
+    snapshot: Snapshot = request.state.snapshot
+    cascade = Cascade(snapshot.parts, turn)
     if turn.request.kvrelay.explain:
-        turn.report.explained = await explain(cascade, turn, request.app.state.gateway.settings)
+        turn.report.explained = await explain(cascade, turn, snapshot.settings)
     hang_up = HangUp(request.receive)
     try:
         return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
@@ -54,7 +56,7 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
         await pump.aclose()
         raise
     assert first is not None
-    deadlines = request.app.state.gateway.settings.deadlines
+    deadlines = request.state.snapshot.settings.deadlines
     return EventStream(
         first,
         pump,
@@ -69,20 +71,20 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 @router.post("/v1/cascade/explain")
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request)
-    gateway = request.app.state.gateway
-    return json_reply(await explain(Cascade(gateway.parts, turn), turn, gateway.settings))
+    snapshot: Snapshot = request.state.snapshot
+    return json_reply(await explain(Cascade(snapshot.parts, turn), turn, snapshot.settings))
 
 
 async def _turn(request: Request) -> Turn:
     """Who asks for what: authenticated before a byte of the body is read."""
-    gateway = request.app.state.gateway
-    settings = gateway.settings
-    tenant = gateway.tenants.authenticate(request.headers.get("authorization"))
+    snapshot: Snapshot = request.state.snapshot
+    settings = snapshot.settings
+    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
     reading_at = time.monotonic()
     raw = await read_body(request, settings.deadlines.body_s)
     waited_s = time.monotonic() - reading_at
     asked = parse_chat(raw, settings.limits)
-    request.state.model_label = gateway.parts.fleet.label(asked.model)
+    request.state.model_label = snapshot.parts.fleet.label(asked.model)
     deadline = Deadline.after(settings.deadlines.request_s)
     state = request.state
     return Turn(state.request_id, tenant, asked, deadline, state.arrived_at, waited_s=waited_s)
@@ -99,4 +101,4 @@ def _headers(request: Request, turn: Turn) -> dict[str, str]:
 
 def _count_hang_up(request: Request, turn: Turn) -> None:
     request.state.status = ClientDisconnected.status
-    request.app.state.gateway.parts.metrics.client_disconnects.labels(turn.phase).inc()
+    request.app.state.gateway.metrics.client_disconnects.labels(turn.phase).inc()

@@ -33,5 +33,5 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    rendered = request.app.state.gateway.parts.metrics.render()
+    rendered = request.app.state.gateway.metrics.render()
     return Response(rendered, headers={"content-type": CONTENT_TYPE_LATEST})

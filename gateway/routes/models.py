@@ -7,23 +7,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.routes.replies import json_reply
+from gateway.snapshot import Snapshot
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    gateway = request.app.state.gateway
-    gateway.tenants.authenticate(request.headers.get("authorization"))
-    names = gateway.parts.fleet.model_names
+    snapshot: Snapshot = request.state.snapshot
+    snapshot.tenants.authenticate(request.headers.get("authorization"))
+    names = snapshot.parts.fleet.model_names
     return json_reply({"object": "list", "data": [_model(name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
 async def one_model(request: Request, name: str) -> Response:
-    gateway = request.app.state.gateway
-    gateway.tenants.authenticate(request.headers.get("authorization"))
-    gateway.parts.fleet.named(name)
+    snapshot: Snapshot = request.state.snapshot
+    snapshot.tenants.authenticate(request.headers.get("authorization"))
+    snapshot.parts.fleet.named(name)
     return json_reply(_model(name))
 
 

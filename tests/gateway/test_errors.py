@@ -191,7 +191,7 @@ async def test_any_other_request_id_is_replaced(stack: Stack, offered: str) -> N
 
 
 async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
-    stack.app.state.gateway.tenants = None
+    stack.app.state.gateway.current.tenants = None
     reply = await stack.http.get("/v1/models")
     assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
     assert "NoneType" not in reply.text
@@ -206,7 +206,7 @@ class Repeating:
 
 
 async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(stack: Stack) -> None:
-    stack.app.state.gateway.tenants = Repeating()
+    stack.app.state.gateway.current.tenants = Repeating()
     with capture_logs() as logged:
         await stack.http.get("/v1/models", headers={"authorization": "canary"})
     (bug,) = [line for line in logged if line["event"] == "internal_error"]

@@ -1,0 +1,83 @@
+"""When the configuration is read anew: its file changed, or the process got a SIGHUP.
+
+The folder is watched, not the file: editors and ConfigMaps put another file in its place. What counts is whether the
+content differs, so that a change beside it is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+from watchfiles import awatch
+
+from gateway.settings import Settings
+from gateway.snapshot import Gateway
+from workers.api.errors import KvrelayError
+
+DEBOUNCE_MS = 200  # a file that is written in pieces is read once
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Source:
+    """The file, and how settings are made of it; `asked` is set to read it whether or not it changed."""
+
+    path: Path
+    read: Callable[[], Settings]
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def digest(self) -> str | None:
+        try:
+            return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        except OSError:
+            return None  # between two files: there will be another change
+
+
+@asynccontextmanager
+async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[None]:
+    """Within the block the gateway follows its file."""
+    tasks = [asyncio.create_task(follow(gateway, source)) for follow in (_changes, _asked)] if source else []
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def reload(gateway: Gateway, source: Source) -> None:
+    """What cannot be used is told and counted, and changes nothing."""
+    try:
+        await gateway.reload(source.read())
+    except KvrelayError as error:
+        gateway.metrics.config_reload.labels("rejected").inc()
+        log.error("config_rejected", error=error.message, generation=gateway.current.generation)
+    except Exception as error:  # a bug in reading it must not end the watch
+        gateway.metrics.config_reload.labels("failed").inc()
+        log.error("config_failed", error=repr(error), generation=gateway.current.generation)
+    else:
+        gateway.metrics.config_reload.labels("ok").inc()
+        log.info("config_reloaded", generation=gateway.current.generation)
+
+
+async def _changes(gateway: Gateway, source: Source) -> None:
+    before = source.digest()
+    async for _ in awatch(source.path.parent, watch_filter=None, debounce=DEBOUNCE_MS, recursive=False):
+        now = source.digest()
+        if now is not None and now != before:
+            before = now
+            await reload(gateway, source)
+
+
+async def _asked(gateway: Gateway, source: Source) -> None:
+    while True:
+        await source.asked.wait()
+        source.asked.clear()
+        await reload(gateway, source)

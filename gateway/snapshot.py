@@ -1,0 +1,147 @@
+"""What one request sees of the gateway, from its beginning to its end; and how one such view follows another.
+
+    Gateway.current ──► Snapshot 1 ◄── requests that began with it
+          │ reload: validated whole, built beside the old one, swapped by one assignment
+          └───────────► Snapshot 2 ◄── requests that began since
+
+What only the old one needs (workers, a registry) is closed when its last request has ended. What both need (a worker
+that is configured as before, with its circuit, epoch and rates) is one and the same object in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import httpx
+
+from gateway import registry
+from gateway.cascade import Parts
+from gateway.errors import SettingsError
+from gateway.fleet import Fleet
+from gateway.limits import Shares
+from gateway.metrics import Metrics
+from gateway.prefixes import Prefixes
+from gateway.settings import Settings
+from gateway.tenants import Tenants
+
+STOP_S = 2.0  # at the end no request is left, and so nothing to wait for
+FIXED = ("server", "secret_file")  # what a running process cannot change
+
+
+class Snapshot:
+    def __init__(self, generation: int, settings: Settings, parts: Parts, tenants: Tenants):
+        self.generation = generation
+        self.settings = settings
+        self.parts = parts
+        self.tenants = tenants
+        self._num_held = 0
+        self._unheld = asyncio.Event()
+        self._unheld.set()
+
+    @contextmanager
+    def held(self) -> Iterator[Snapshot]:
+        """For as long as a request sees it."""
+        self._num_held += 1
+        self._unheld.clear()
+        try:
+            yield self
+        finally:
+            self._num_held -= 1
+            if not self._num_held:
+                self._unheld.set()
+
+    async def unheld(self) -> None:
+        """Waits until no request sees it. Nobody new may come to hold it meanwhile."""
+        await self._unheld.wait()
+
+
+class Gateway:
+    """What the application sees, as `app.state.gateway`: the current snapshot, and whether the end has begun."""
+
+    def __init__(self, settings: Settings, secret: str, transports: Mapping[str, httpx.AsyncBaseTransport]):
+        """Raises `SettingsError` for an address that others can reach while no tenant has an API key."""
+        settings.check_bind()
+        self.metrics = Metrics()
+        self.is_draining = False
+        self._secret = secret
+        self._transports = transports
+        self._watch: asyncio.Task[None] | None = None
+        self._retiring: list[asyncio.Task[None]] = []
+        self._reloading = asyncio.Lock()
+        self.current = self._built(settings, None)
+        self.metrics.config_generation.set(1)
+
+    @property
+    def settings(self) -> Settings:
+        return self.current.settings
+
+    @property
+    def parts(self) -> Parts:
+        return self.current.parts
+
+    async def start(self) -> None:
+        """Looks at every worker, and keeps an eye on them from now on."""
+        await self.parts.fleet.look()
+        self._watch = asyncio.create_task(self.parts.fleet.watch())
+
+    async def stop(self) -> None:
+        await _ended(self._watch)
+        if self._retiring:
+            await asyncio.wait(self._retiring, timeout=STOP_S)
+        await self.parts.prefixes.aclose()
+        await self.parts.fleet.aclose()
+
+    async def reload(self, settings: Settings) -> None:
+        """Every request from now on sees these settings. Raises `SettingsError` for what needs a restart, or is not
+        safe; then all stays as it is."""
+        async with self._reloading:
+            before = self.current
+            settings.check_bind()
+            for name in FIXED:
+                if getattr(settings, name) != getattr(before.settings, name):
+                    raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
+            after = self._built(settings, before)
+            await after.parts.fleet.look_at_new()
+            self.current = after
+            self.metrics.config_generation.set(after.generation)
+            self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
+            await _ended(watch)
+            self._retire(before, after)
+
+    def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
+        old = before.parts if before else None
+        fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
+        if old is not None and settings.registry == old.settings.registry:
+            prefixes = old.prefixes
+        else:
+            prefixes = Prefixes(registry.connect(settings.registry, self.metrics.registry_op), self.metrics)
+        if old is not None and settings.limits == old.settings.limits:
+            shares = old.shares
+        else:
+            shares = Shares(settings.limits.max_concurrency_per_tenant)
+        parts = Parts(settings, fleet, prefixes, self.metrics, shares)
+        return Snapshot(before.generation + 1 if before else 1, settings, parts, Tenants(settings, self._secret))
+
+    def _retire(self, before: Snapshot, after: Snapshot) -> None:
+        earlier = [task for task in self._retiring if not task.done()]
+        self._retiring = [*earlier, asyncio.create_task(self._retired(before, after, earlier))]
+
+    async def _retired(self, before: Snapshot, after: Snapshot, earlier: list[asyncio.Task[None]]) -> None:
+        """Closes what the later snapshot does not share, once nobody sees the earlier ones any more."""
+        if earlier:
+            await asyncio.wait(earlier)
+        await before.unheld()
+        if after.parts.prefixes is not before.parts.prefixes:
+            await before.parts.prefixes.aclose()
+        await before.parts.fleet.aclose(but=after.parts.fleet)
+        for worker_id in {worker.id for worker in before.parts.fleet.workers} - set(after.settings.workers):
+            self.metrics.forget_worker(worker_id)
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

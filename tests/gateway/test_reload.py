@@ -1,0 +1,151 @@
+"""The configuration of a running gateway: validated whole, swapped once, and no request is lost over it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from gateway.errors import SettingsError
+from gateway.reload import Source, reload
+from gateway.settings import from_values
+from gateway.snapshot import Gateway
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
+from tests.gateway.test_process import configured, gateway, workers
+
+SMALL, LARGE = ({"name": "fixed", "tier": tier} for tier in ("small", "large"))
+
+
+def of(stack: Stack) -> Gateway:
+    found: Gateway = stack.app.state.gateway
+    return found
+
+
+async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
+    async with live_stack(policy=SMALL, deadlines={"request_s": 20.0}) as stack:
+        stack.small.token_s = 0.15
+        under_way = asyncio.create_task(stack.chat())
+        await eventually(lambda: bool(stack.small.made("chat")))
+        before = of(stack).current
+        changed = before.settings.model_dump() | {"policy": LARGE, "deadlines": {"request_s": 10.0}}
+        changed["workers"] = {"large-0": changed["workers"]["large-0"]}
+        changed["tiers"] = [{"name": "large", "model": "fake-large"}]
+        asyncio.run_coroutine_threadsafe(of(stack).reload(from_values(changed)), loop_of(stack)).result(5)
+        assert told(await stack.chat())["tier"] == "large", "requests that come now see the new one"
+        assert (await stack.chat(model="small")).status_code == 404
+        assert not under_way.done()
+        assert text(await under_way) == right_answer(stack.small, MESSAGES)
+        await eventually(lambda: before.parts.fleet.tiers["small"].workers["small-0"].client._http.is_closed)
+        assert 'target="small-0"' not in (await stack.http.get("/metrics")).text
+
+
+def loop_of(stack: Stack) -> asyncio.AbstractEventLoop:
+    """The one that the gateway runs on."""
+    watch = of(stack)._watch
+    assert watch is not None
+    return watch.get_loop()
+
+
+async def test_what_did_not_change_is_kept_with_all_that_it_learnt(stack: Stack) -> None:
+    first = await stack.chat()
+    small = of(stack).parts.fleet.tiers["small"].workers["small-0"]
+    await of(stack).reload(from_values(values(policy=LARGE)))
+    assert of(stack).parts.fleet.tiers["small"].workers["small-0"] is small
+    assert told(await stack.chat(kvrelay={"policy": "confidence"}))["path"] == "exact", "the registry is the same"
+    await of(stack).reload(from_values(values(limits={"max_messages": 3})))
+    again = of(stack).parts.fleet.tiers["small"].workers["small-0"]
+    assert again is not small and again.epoch == small.epoch and again.info == small.info
+    assert (await stack.chat([*MESSAGES, *MESSAGES])).status_code == 413
+    assert told(first)["tier"] == told(await stack.chat())["tier"] == "small"
+    assert stack.metric("config_generation") == of(stack).current.generation == 3
+
+
+async def test_a_new_worker_is_known_before_it_is_asked() -> None:
+    """One that nobody has looked at would leave its tier out of /readyz."""
+    only_small = {"tiers": values()["tiers"][:1], "workers": {"small-0": values()["workers"]["small-0"]}}
+    async with in_process(**only_small) as stack:
+        await of(stack).reload(from_values(values()))
+        assert (await stack.http.get("/readyz")).json()["tiers"] == {"small": True, "large": True}
+        assert told(await stack.chat(model="large"))["tier"] == "large"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"server": {"port": 8001}}, "server: a running gateway cannot change it"),
+        ({"server": {"host": "0.0.0.0"}}, "0.0.0.0 can be reached by others"),
+        ({"secret_file": "other"}, "secret_file: a running gateway cannot change it"),
+    ],
+)
+async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
+    stack: Stack, changes: dict[str, Any], message: str
+) -> None:
+    before = of(stack).current
+    with pytest.raises(SettingsError, match=message):
+        await of(stack).reload(from_values(values(policy=LARGE, **changes)))
+    assert of(stack).current is before
+    assert told(await stack.chat())["policy"] == "confidence"
+
+
+@pytest.mark.parametrize("error", [SettingsError("policy.name: unknown"), RuntimeError("a bug")])
+async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, error: Exception) -> None:
+    def read() -> Any:
+        raise error
+
+    await reload(of(stack), Source(Path("nowhere"), read))
+    result = "rejected" if isinstance(error, SettingsError) else "failed"
+    assert stack.metric("config_reload_total", result=result) == 1
+    assert stack.metric("config_generation") == 1
+
+
+async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
+    with workers() as (small, _, section):
+        config = configured(tmp_path, workers=section, policy=SMALL)
+        with gateway(config) as (process, url):
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                small.token_s = 0.01
+                load = asyncio.create_task(keep_asking(http))
+                replace(config, {"policy": LARGE})
+                await exported(http, "kvrelay_config_generation 2.0")
+                tiers = await load
+                assert tiers[0] == "small" and tiers[-1] == "large"
+                replace(config, {"policy": {"name": "best"}})
+                await exported(http, 'kvrelay_config_reload_total{result="rejected"} 1.0')
+                assert await tier_of(http) == "large", "the old one goes on"
+                process.send_signal(signal.SIGHUP)
+                await exported(http, 'kvrelay_config_reload_total{result="rejected"} 2.0')
+                replace(config, {"policy": SMALL})
+                await exported(http, "kvrelay_config_generation 3.0")
+                assert await tier_of(http) == "small"
+
+
+def replace(config: Path, changes: dict[str, Any]) -> None:
+    """As editors do it: another file takes the place of the old one."""
+    beside = config.with_name("new.yaml")
+    beside.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | changes))
+    beside.replace(config)
+
+
+async def exported(http: httpx.AsyncClient, line: str) -> None:
+    async with asyncio.timeout(20):
+        while line not in (await http.get("/metrics")).text:  # noqa: ASYNC110 - another process sets it
+            await asyncio.sleep(0.05)
+
+
+async def tier_of(http: httpx.AsyncClient) -> str:
+    reply = await http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES})
+    return str(told(reply)["tier"])
+
+
+async def keep_asking(http: httpx.AsyncClient) -> list[str]:
+    """Four at a time, until the other tier answers; the tiers that did. Any error would be raised."""
+    tiers: list[str] = []
+    async with asyncio.timeout(20):
+        while tiers.count("large") < 8:
+            tiers += await asyncio.gather(*(tier_of(http) for _ in range(4)))
+    return tiers
