@@ -1,6 +1,6 @@
 """Train the two models of the `tiny` family from scratch, apart from each other, on public-domain text.
 
-    python -m workers.training.pretrain --model small --out FOLDER --tokens 1800000
+    python -m workers.training.pretrain --model small --out FOLDER
 
 They share a tokenizer and nothing else: other depth, other width, other seed. Two in five conversations get a
 fact near their start and a question for it at their end, so that both learn to read a fact from their cache: that is
@@ -37,8 +37,9 @@ SHAPES = {
 }
 SEEDS = {"small": 1, "large": 2}
 LENGTHS = (256, 512, 1024, 2304)
-TOKENS_A_STEP = 768
-PEAK_RATES = {"small": 3e-3, "large": 2.5e-3}
+TOKENS_A_STEP = 1536
+PEAK_RATES = {"small": 3e-3, "large": 1.5e-3}
+NUM_TOKENS = {"small": 450_000, "large": 1_000_000}
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.training.pretrain", description=__doc__)
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the trained model, made if absent")
-    parser.add_argument("--tokens", type=int, default=1_800_000, help="tokens to train on (default %(default)s)")
+    parser.add_argument("--tokens", type=int, help=f"tokens to train on (default: {NUM_TOKENS})")
     parser.add_argument("--tokenizer", type=Path, help="folder of the other model, whose tokenizer to share")
     options = parser.parse_args(argv)
     talks = [talk for talk in classics() if split_of(talk) in ("heal", "calibrate")]
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
         tokenizer = train_tokenizer(turn["content"] for talk in talks for turn in talk)
-    model = train(options.model, tokenizer, talks, options.tokens)
+    model = train(options.model, tokenizer, talks, options.tokens or NUM_TOKENS[options.model])
     model.half().save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     return 0
