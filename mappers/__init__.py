@@ -18,11 +18,12 @@ from mappers.errors import (
     UnknownMethod,
     UnsupportedModel,
 )
-from mappers.evaluate import Protocol, evaluate
+from mappers.evaluate import evaluate, evaluate_all
 from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
 from mappers.fit import fit
 from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
 from mappers.mapper import Mapper
+from mappers.protocol import Protocol
 from mappers.replay import replay
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "UnsupportedModel",
     "content_digest",
     "evaluate",
+    "evaluate_all",
     "fingerprint",
     "fit",
     "load",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache, KVGeometry
-from mappers.manifest import COPY, KINDS, LayerSpec, OutputSpec
+from mappers.manifest import COPY, KINDS, Kind, LayerSpec, OutputSpec
 from mappers.mapper import Mapper
 from mappers.plan import weight_name
 
@@ -28,50 +28,55 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class Caches:
-    """The caches of one document, each from token 0 on (`wrong` from another one); None where there can be none."""
+    """The caches of one document, each from token 0 on (`wrong` from another one); None where there can be none, and
+    where controls are not asked for."""
 
     native: KVCache
     mapped: KVCache
-    wrong: KVCache | None
-    random: KVCache
-    raw: KVCache | None
+    wrong: KVCache | None = None
+    random: KVCache | None = None
+    raw: KVCache | None = None
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`cache` picks what stands behind the native head; `native_tail` tells whether the tail is read natively."""
+    """`cache` picks what stands behind the native head; `native_tail` tells whether the tail is read natively.
+
+    A control is judged on some of the documents only. One that is `shared` does not depend on the mapper.
+    """
 
     name: str
     cache: Callable[[Caches], KVCache | None]
     native_tail: bool = True
+    control: bool = True
+    shared: bool = False
 
 
-# `no_cache` and `source_alone` take no cache, and are treated apart.
+# The three that no map and no source cache takes part in are treated apart.
 CACHE_ARMS = (
-    Arm("native", lambda caches: caches.native),
-    Arm("mapped", lambda caches: caches.mapped, native_tail=False),
-    Arm("hybrid", lambda caches: caches.mapped),
+    Arm("mapped", lambda caches: caches.mapped, native_tail=False, control=False),
+    Arm("hybrid", lambda caches: caches.mapped, control=False),
     Arm("wrong_document", lambda caches: caches.wrong),
     Arm("random_mapper", lambda caches: caches.random),
-    Arm("raw_source", lambda caches: caches.raw),
+    Arm("raw_source", lambda caches: caches.raw, shared=True),
 )
-ARMS = (*(arm.name for arm in CACHE_ARMS), "no_cache", "source_alone")
+ARMS = ("native", *(arm.name for arm in CACHE_ARMS), "no_cache", "source_alone")
 
 
 def randomised(mapper: Mapper, seed: int = 0) -> Mapper:
     """The same mapper with random weights: of the fitted ones' spread, or where layers are copied, of unit gain."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict(mapper.weights)
+    width = mapper.manifest.source.geometry.width
     for layer, spec in enumerate(mapper.manifest.layers):
         for kind in KINDS:
-            weight, bias = weight_name(layer, kind, "weight"), weight_name(layer, kind, "bias")
+            bias = weight_name(layer, kind, "bias")
             if spec.of(kind).method == COPY:
-                width = mapper.manifest.source.geometry.width
-                weights[weight] = torch.randn(width, width, generator=generator) / width**0.5
-                weights[bias] = torch.zeros(width)
-            else:
-                fitted = weights[weight].float()
-                weights[weight] = torch.randn(fitted.shape, generator=generator) * fitted.square().mean().sqrt()
+                drawn = torch.randn(width, width, generator=generator) / width**0.5
+                weights |= {weight_name(layer, kind, "weight"): drawn, bias: torch.zeros(width)}
+            for name in _matrices(mapper, layer, kind):
+                fitted = weights[name].float()
+                weights[name] = torch.randn(fitted.shape, generator=generator) * fitted.square().mean().sqrt()
     layers = tuple(LayerSpec(keys=_random(spec.keys), values=_random(spec.values)) for spec in mapper.manifest.layers)
     return Mapper(mapper.manifest.model_copy(update={"layers": layers}), weights, str(mapper.device))
 
@@ -89,6 +94,12 @@ def raw(source: KVCache, target: KVGeometry) -> KVCache | None:
         return tuple(states[layer][heads] for layer in layers)
 
     return KVCache(placed(source.keys), placed(source.values), source.start)
+
+
+def _matrices(mapper: Mapper, layer: int, kind: Kind) -> list[str]:
+    """Names of the tensors that a layer's features are multiplied with: all that it has but the bias."""
+    prefix, bias = weight_name(layer, kind, ""), weight_name(layer, kind, "bias")
+    return sorted(name for name in mapper.weights if name.startswith(prefix) and name != bias)
 
 
 def _random(spec: OutputSpec) -> OutputSpec:

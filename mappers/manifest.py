@@ -77,7 +77,8 @@ class ArmScore(Frozen):
     """How the target model predicts on one kind of cache, against its own native one.
 
     `ppl_ratio` is the exponential of the mean over documents of the difference in mean log-loss, `ppl_low` and
-    `ppl_high` its bootstrap 95% interval; `top1` the share of equal most likely tokens; `kl_*` in nats.
+    `ppl_high` its bootstrap 95% interval; `top1` the share of equal most likely tokens; `kl_*` in nats. `documents`
+    tells how many were scored, each at one length or several.
     """
 
     arm: str
@@ -87,12 +88,36 @@ class ArmScore(Frozen):
     top1: float
     kl_mean: float
     kl_p95: float
+    documents: int | None = None
 
 
 class LengthScores(Frozen):
     length: int
     num_documents: int
     arms: tuple[ArmScore, ...]
+
+
+class LayerCosine(Frozen):
+    """Attention of one target layer over the served cache against that over its native one, its queries native.
+
+    Cosine of a head's output: `mean` over heads and tokens, `min` that of the worst head.
+    """
+
+    layer: int
+    mean: float
+    min: float
+
+
+class GreedyScore(Frozen):
+    """Free-running generation over the served cache against that over the native one, most likely token first.
+
+    `agreement` is the share of equal tokens at equal places; `identical` that of generations without any difference.
+    """
+
+    tokens: int
+    generations: int
+    agreement: float
+    identical: float
 
 
 class Evaluation(Frozen):
@@ -105,6 +130,8 @@ class Evaluation(Frozen):
     tokens: int
     arms: tuple[ArmScore, ...]
     lengths: tuple[LengthScores, ...]
+    attention: tuple[LayerCosine, ...] = ()
+    greedy: GreedyScore | None = None
 
     def arm(self, name: str) -> ArmScore | None:
         return next((arm for arm in self.arms if arm.arm == name), None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.manifest import ArmScore
+from mappers.manifest import ArmScore, GreedyScore, LayerCosine
 
 RESAMPLES = 2000
 SEED = 0
@@ -25,6 +25,19 @@ class Score:
     log_ratio: float  # mean log-loss of the arm less that of the native cache
     top1: float
     kl: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that one mapper's caches score on one document at one prefix length.
+
+    Where they were measured: `cosines` of the attention's outputs, (layers, heads), and `greedy`, the agreement of what
+    is generated freely.
+    """
+
+    scores: tuple[Score, ...]
+    cosines: Tensor | None = None
+    greedy: float | None = None
 
 
 def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor, tokens: Tensor) -> Score:
@@ -48,6 +61,31 @@ def summarise(scores: Iterable[Score], arms: Iterable[str]) -> tuple[ArmScore, .
     return tuple(_row(arm, by_arm[arm]) for arm in arms if by_arm[arm])
 
 
+def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
+    """A row a layer; none if no attention was watched."""
+    found = [verdict.cosines for verdict in verdicts if verdict.cosines is not None]
+    if not found:
+        return ()
+    heads = torch.stack(found).mean(0)  # (layers, heads)
+    return tuple(
+        LayerCosine(layer=layer, mean=round(float(row.mean()), 6), min=round(float(row.min()), 6))
+        for layer, row in enumerate(heads)
+    )
+
+
+def greedy_of(verdicts: Iterable[Verdict], tokens: int) -> GreedyScore | None:
+    """Over all free generations of `tokens` tokens; None if there were none."""
+    found = [verdict.greedy for verdict in verdicts if verdict.greedy is not None]
+    if not found:
+        return None
+    return GreedyScore(
+        tokens=tokens,
+        generations=len(found),
+        agreement=round(sum(found) / len(found), 6),
+        identical=round(sum(agreement == 1 for agreement in found) / len(found), 6),
+    )
+
+
 def _row(arm: str, scores: list[Score]) -> ArmScore:
     low, high = _interval(_table(scores, [score.log_ratio for score in scores]))
     kl = torch.cat([score.kl for score in scores])
@@ -59,6 +97,7 @@ def _row(arm: str, scores: list[Score]) -> ArmScore:
         top1=round(float(_mean(_table(scores, [score.top1 for score in scores]))), 6),
         kl_mean=round(float(_mean(_table(scores, [float(score.kl.mean()) for score in scores]))), 6),
         kl_p95=round(float(kl.quantile(0.95)), 6),
+        documents=len({score.document for score in scores}),
     )
 
 

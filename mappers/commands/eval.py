@@ -17,12 +17,15 @@ from mappers.arms import ARMS
 from mappers.bundle import MANIFEST, load, update
 from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options
 from mappers.errors import MapperError
-from mappers.evaluate import HEAD, LENGTHS, NUM_DOCUMENTS, SCORED, TAIL, Protocol, evaluate
+from mappers.evaluate import evaluate
 from mappers.families import find_family
 from mappers.fingerprint import fingerprint
 from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
+from mappers.protocol import HEAD, LENGTHS, NUM_CONTROLS, NUM_DOCUMENTS, SCORED, TAIL, Protocol
+
+GREEDY = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("bundle", help="a bundle's folder, or an embedded family")
     add_pair_options(parser)
     parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS, help="for each length (default %(default)s)")
+    parser.add_argument("--controls", type=int, default=NUM_CONTROLS, help="of these, for controls (%(default)s)")
     parser.add_argument("--lengths", type=_numbers, default=LENGTHS, help="prefix lengths (default 384,1024,2048)")
     parser.add_argument("--head", type=int, default=HEAD, help="first tokens read natively (default %(default)s)")
     parser.add_argument("--tail", type=int, default=TAIL, help="last tokens read natively (default %(default)s)")
     parser.add_argument("--scored", type=int, default=SCORED, help="tokens scored behind (default %(default)s)")
+    parser.add_argument(
+        "--greedy", type=int, nargs="?", const=GREEDY, default=0, metavar="TOKENS", help="also generate freely; slow"
+    )
     parser.add_argument("--arms", type=lambda text: tuple(text.split(",")), default=ARMS, help=f"of {', '.join(ARMS)}")
     parser.add_argument("--write", action="store_true", help="store the result in the bundle, where its gate reads it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -73,7 +80,15 @@ def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:
 def _evaluate(mapper: Mapper, pair: Pair, options: argparse.Namespace) -> Evaluation:
     folders = local_folder(pair.source), local_folder(pair.target)
     mapper.check(fingerprint(folders[0]), fingerprint(folders[1]))
-    protocol = Protocol(options.lengths, options.documents, options.head, options.tail, options.scored)
+    protocol = Protocol(
+        options.lengths,
+        options.documents,
+        options.head,
+        options.tail,
+        options.scored,
+        options.controls,
+        options.greedy,
+    )
     return evaluate(
         mapper,
         load_model(folders[0], options.device),
@@ -82,7 +97,8 @@ def _evaluate(mapper: Mapper, pair: Pair, options: argparse.Namespace) -> Evalua
         protocol,
         arms=options.arms,
         data=f"{pair.corpus}, split test",
-        progress=Meter("documents"),
+        progress=Meter("tokens"),
+        keep=options.json and options.json.with_name(f"{options.json.name}.partial"),
     )
 
 
@@ -91,15 +107,25 @@ def _report(mapper: Mapper, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _table(evaluation: Evaluation) -> str:
-    lines = [f"{'arm':<16}{'ppl ratio':>10}  {'95% interval':<16}{'top-1':>7}{'KL mean':>9}{'KL p95':>9}"]
+    names = f"{'top-1':>7}{'KL mean':>9}{'KL p95':>9}{'documents':>11}"
+    lines = [f"{'arm':<16}{'ppl ratio':>10}  {'95% interval':<16}{names}"]
     lines += [_row(score.arm, score) for score in evaluation.arms]
     for at in evaluation.lengths:
-        note = f"  {at.num_documents} documents"
-        lines += [_row(f"hybrid {at.length}", score, note) for score in at.arms if score.arm == "hybrid"]
+        lines += [_row(f"hybrid {at.length}", score) for score in at.arms if score.arm == "hybrid"]
+    if evaluation.attention:
+        worst = min(evaluation.attention, key=lambda layer: layer.mean)
+        mean = sum(layer.mean for layer in evaluation.attention) / len(evaluation.attention)
+        lines.append(f"attention output, cosine: mean {mean:.4f}; lowest in layer {worst.layer}: {worst.mean:.4f}")
+    if evaluation.greedy:
+        found = evaluation.greedy
+        lines.append(
+            f"greedy, {found.tokens} tokens: {found.agreement:.3f} of the tokens agree, {found.identical:.2f} of "
+            f"{found.generations} generations are identical"
+        )
     return "\n".join(lines)
 
 
-def _row(name: str, score: ArmScore, note: str = "") -> str:
+def _row(name: str, score: ArmScore) -> str:
     interval = f"{score.ppl_low:.3f}-{score.ppl_high:.3f}"
-    figures = f"{score.top1:>7.3f}{score.kl_mean:>9.4f}{score.kl_p95:>9.4f}"
-    return f"{name:<16}{score.ppl_ratio:>10.4f}  {interval:<16}{figures}{note}"
+    figures = f"{score.top1:>7.3f}{score.kl_mean:>9.4f}{score.kl_p95:>9.4f}{score.documents:>11}"
+    return f"{name:<16}{score.ppl_ratio:>10.4f}  {interval:<16}{figures}"

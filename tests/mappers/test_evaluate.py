@@ -9,8 +9,8 @@ import torch
 
 from mappers import Evaluation, Mapper, MapperError, Protocol, evaluate, fit
 from mappers.arms import ARMS, randomised
-from mappers.evaluate import choose_documents
 from mappers.models import load_model, log_probs, read, run
+from mappers.protocol import choose_documents
 from mappers.scores import compare, summarise
 from tests.mappers.pairs import largest_difference, random_cache, random_documents
 
@@ -180,9 +180,9 @@ def test_documents_are_read_no_further_than_needed() -> None:
     [
         ({"lengths": ()}, "each must exceed"),
         ({"lengths": (12,)}, r"must exceed head \+ tail = 12"),
-        ({"tail": 0}, "tail"),
-        ({"head": -1}, "head >= 0"),
-        ({"num_documents": 0}, "num_documents"),
+        ({"tail": 0}, "tail is 0; allowed: 1 and more"),
+        ({"head": -1}, "head is -1; allowed: 0 and more"),
+        ({"num_documents": 0}, "num_documents is 0"),
     ],
 )
 def test_a_protocol_without_sense_is_refused(change: dict[str, Any], message: str) -> None:
