@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gateway.deadline import Deadline
 from gateway.gathered import Gathered
 from gateway.policies import Policy
@@ -9,6 +11,7 @@ from gateway.settings import HandoffSettings
 from gateway.turn import Turn
 from workers.api.schemas import (
     ChatRequest,
+    CompletionRequest,
     KVTransferParams,
     Message,
     PrefillRequest,
@@ -21,11 +24,7 @@ from workers.api.schemas import (
 def prefill(turn: Turn, settings: HandoffSettings, by: Deadline) -> PrefillRequest:
     """To read the whole prompt."""
     return PrefillRequest(
-        messages=turn.messages,
-        tools=turn.request.offered_tools,
-        tenant_salt=turn.tenant.salt,
-        ttl_s=settings.ttl_s,
-        deadline_ms=left_ms(by),
+        **_prompt(turn), tenant_salt=turn.tenant.salt, ttl_s=settings.ttl_s, deadline_ms=left_ms(by)
     )
 
 
@@ -44,29 +43,26 @@ def transfer(
     )
 
 
-def chat(
+def answer(
     turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged_by: Policy | None, native: bool
-) -> ChatRequest:
+) -> ChatRequest | CompletionRequest:
     """To answer, from a cache if one is given, and only an exact one if `native`; with the log-probabilities that a
     policy wants to judge by.
 
     Always as a stream with usage: what the client gets is put together here.
     """
-    asked = turn.request
-    return ChatRequest(
-        messages=turn.messages,
-        tools=asked.offered_tools,
-        stable_messages=turn.stable_messages,
-        max_tokens=asked.max_answer_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        stop=asked.stop,
-        logprobs=asked.logprobs or judged_by is not None,
-        top_logprobs=max(asked.top_logprobs, judged_by.num_top_logprobs if judged_by else 0),
-        stream=True,
-        stream_options=StreamOptions(include_usage=True),
-        kv_transfer_params=KVTransferParams(
+    asked, num_top = turn.request, turn.request.num_top_logprobs
+    if judged_by is not None:
+        num_top = max(num_top or 0, judged_by.num_top_logprobs)
+    common: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "seed": asked.seed,
+        "stop": asked.stop,
+        "max_tokens": asked.max_answer_tokens,
+        "stream": True,
+        "stream_options": StreamOptions(include_usage=True),
+        "kv_transfer_params": KVTransferParams(
             cache_id=cache_id,
             require_exact=native or asked.kvrelay.exact,
             reuse=turn.stores,
@@ -74,14 +70,24 @@ def chat(
             ttl_s=settings.ttl_s,
             agreement_probe=asked.kvrelay.agreement_probe if cache_id and judged_by is None else 0,
         ),
-        tenant_salt=turn.tenant.salt,
-        deadline_ms=left_ms(turn.deadline),
+        "tenant_salt": turn.tenant.salt,
+        "deadline_ms": left_ms(turn.deadline),
+    }
+    if asked.text is not None:
+        return CompletionRequest(prompt=asked.text, logprobs=num_top, **common)
+    return ChatRequest(
+        messages=turn.messages,
+        tools=asked.offered_tools,
+        stable_messages=turn.stable_messages,
+        logprobs=num_top is not None,
+        top_logprobs=num_top or 0,
+        **common,
     )
 
 
 def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Deadline) -> ChatRequest:
     """To say a word more about an answer that is whole, from its cache where there is one. Nothing of it is kept."""
-    cache_id = answer.kv.cache_id if answer.kv else None
+    cache_id = answer.kv.cache_id if answer.kv and turn.request.is_chat else None
     return ChatRequest(
         messages=[*turn.messages, answer.as_turn, Message(role="user", content=question)],
         tools=turn.request.offered_tools,
@@ -98,9 +104,15 @@ def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Dea
 
 
 def tokenize(turn: Turn) -> Prompt:
-    return Prompt(messages=turn.messages, tools=turn.request.offered_tools, stable_messages=turn.stable_messages)
+    return Prompt(**_prompt(turn), stable_messages=turn.stable_messages if turn.request.is_chat else None)
 
 
 def left_ms(deadline: Deadline) -> float:
     """What a worker is told; a deadline that has passed is caught before the call is made."""
     return max(deadline.remaining_s * 1000, 1.0)
+
+
+def _prompt(turn: Turn) -> dict[str, Any]:
+    if turn.request.text is not None:
+        return {"prefix": turn.request.text}
+    return {"messages": turn.messages, "tools": turn.request.offered_tools}

@@ -182,7 +182,7 @@ class Cascade:
         if self.policy.follow_up is None:
             return tokens
         request = asks.follow_up(self._turn, stream.answer, self.policy.follow_up, self.policy.num_top_logprobs, by)
-        reply = await stream.worker.open_chat(request, first_by=by, deadline=by)
+        reply = await stream.worker.open_answer(request, first_by=by, deadline=by)
         self._held.push_async_callback(reply.aclose)
         return await reply.first_tokens(1, by)
 
@@ -376,9 +376,9 @@ class Cascade:
         # A tier that answers alone answers natively, whatever the registry says of the cache.
         native = self.decision.route == "answer"
         policy, settings = self.policy if judged else None, self._parts.settings.handoff
-        request = asks.chat(self._turn, settings, cache_id=cache_id, judged_by=policy, native=native)
+        request = asks.answer(self._turn, settings, cache_id=cache_id, judged_by=policy, native=native)
         with self._turn.upstream(self._phase(worker)):
-            stream = await worker.open_chat(request, first_by=first_by, deadline=self._turn.deadline)
+            stream = await worker.open_answer(request, first_by=first_by, deadline=self._turn.deadline)
         self._held.push_async_callback(stream.aclose)
         return stream
 

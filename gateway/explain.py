@@ -7,7 +7,8 @@ from typing import Any
 from gateway import asks, handoff
 from gateway.cascade import Cascade
 from gateway.deadline import Deadline
-from gateway.handoff import Plan, Rates, Transfer
+from gateway.fleet import Tier
+from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn
 from gateway.settings import Settings
 from gateway.turn import Turn
 from gateway.worker import Worker
@@ -17,10 +18,11 @@ TOKENIZE_S = 2.0
 
 
 async def explain(cascade: Cascade, turn: Turn, settings: Settings) -> dict[str, Any]:
-    """The decision, what the registry knows, and what a handoff would do and take.
+    """The decision, what the registry knows, and what an escalation would do and take.
 
-    `would_escalate` is null where an answer would have to be judged first; counts and milliseconds are null where no
-    worker could say how many tokens the prompt has.
+    `would_escalate` is null where an answer would have to be judged first. `escalation` says what the target would
+    answer from (`own_exact`, `own_mapped`, `handoff`, `full_prefill`) and why; null where there is none to come.
+    Counts and milliseconds are null where no worker could say how many tokens the prompt has.
     """
     await cascade.look_up()
     decision = cascade.decision
@@ -39,27 +41,75 @@ async def explain(cascade: Cascade, turn: Turn, settings: Settings) -> dict[str,
         "prefix": {name: _prefix(turn, name) for name in (cascade.small.name, cascade.target.name)},
         "would_escalate": would_escalate,
         "would_transfer": False,
-        "predicted_ms": {"full_prefill": None, "handoff": None},
+        "escalation": None,
+        "predicted_ms": {"small_prefill": None, "full_prefill": None, "handoff": None},
     }
     return told | (_predicted(cascade, turn, settings, num_tokens) if num_tokens else {})
 
 
 def _predicted(cascade: Cascade, turn: Turn, settings: Settings, num_tokens: int) -> dict[str, Any]:
-    worker = next(iter(cascade.target.workers.values()))
-    rates = Rates(worker.prefill_tokens_per_s, worker.map_tokens_per_s)
-    predicted: dict[str, float | None] = {"full_prefill": rates.full_prefill_s(num_tokens) * 1000, "handoff": None}
+    small, target = _likely(cascade.small), _likely(cascade.target)
+    rates = Rates(target.prefill_tokens_per_s, target.map_tokens_per_s)
     plan = _plan(cascade, turn, settings, num_tokens, rates)
-    if isinstance(plan, Transfer):
-        predicted["handoff"] = rates.handoff_s(num_tokens, plan.num_tokens) * 1000
-    return {"predicted_ms": predicted, "would_transfer": isinstance(plan, Transfer)}
+    predicted = {
+        "small_prefill": _unread(cascade, turn, num_tokens) / small.prefill_tokens_per_s * 1000,
+        "full_prefill": rates.full_prefill_s(num_tokens) * 1000,
+        "handoff": rates.handoff_s(num_tokens, plan.num_tokens) * 1000 if isinstance(plan, Transfer) else None,
+    }
+    return {
+        "predicted_ms": predicted,
+        "would_transfer": isinstance(plan, Transfer),
+        "escalation": _told(plan) if plan else None,
+    }
+
+
+def _unread(cascade: Cascade, turn: Turn, num_tokens: int) -> int:
+    """What the small model would have to read; nothing where it is not asked."""
+    if cascade.decision.route == "answer" and cascade.target is not cascade.small:
+        return 0
+    known = turn.known.get(cascade.small.name)
+    best = known.best(exact_only=True) if known else None
+    return max(0, num_tokens - (best.entry.num_tokens if best else 0))
 
 
 def _plan(cascade: Cascade, turn: Turn, settings: Settings, num_tokens: int, rates: Rates) -> Plan | None:
-    """What an escalation would do; None where there would be none, or no handoff is allowed."""
-    if cascade.decision.route == "answer" or not turn.may_map:
+    """What an escalation would do; None where there would be none."""
+    if cascade.decision.route == "answer":
         return None
+    if not turn.may_map:
+        return Prefill("exact" if turn.stores else "no_cache", failed=False)
     own = turn.known[cascade.target.name].found
-    return handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, settings.deadlines)
+    times = settings.deadlines
+    plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, times)
+    if isinstance(plan, Transfer) and not _have_bundle(_likely(cascade.small), _likely(cascade.target)):
+        return Prefill("no_bundle", failed=True)
+    return plan
+
+
+def _told(plan: Plan) -> dict[str, str]:
+    match plan:
+        case UseOwn(found):
+            return {"from": "own_exact" if found.entry.is_exact else "own_mapped", "reason": "held_by_target"}
+        case Prefill(reason, _):
+            return {"from": "full_prefill", "reason": reason}
+        case _:
+            return {"from": "handoff", "reason": "faster"}
+
+
+def _have_bundle(small: Worker, target: Worker) -> bool:
+    """Whether the target told of a mapper for the pair; where one of them has told nothing yet, it is hoped for."""
+    if small.info is None or target.info is None:
+        return True
+    pair = (small.info.fingerprint, target.info.fingerprint)
+    return any((one.source_fingerprint, one.target_fingerprint) == pair and one.usable for one in target.info.bundles)
+
+
+def _likely(tier: Tier) -> Worker:
+    """The worker that would be asked, or would if any were usable."""
+    try:
+        return tier.pick()
+    except KvrelayError:
+        return next(iter(tier.workers.values()))
 
 
 def _prefix(turn: Turn, tier: str) -> dict[str, Any] | None:

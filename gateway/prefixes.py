@@ -13,6 +13,8 @@ from gateway.worker import Stream
 from workers.api.errors import InvalidRequest
 from workers.api.schemas import CacheReply, KVUsage
 
+TEXT = "text"  # told apart from a chat of one message: no template is put around a text
+
 
 class Prefixes:
     """Between a turn and the registry. What is found is a hint: its worker has the last word."""
@@ -67,14 +69,16 @@ class Prefixes:
     async def file_answer(self, turn: Turn, stream: Stream) -> None:
         """The cache of prompt and answer, for the turn after.
 
-        Always under the messages with the reply. An exact one also under the prompt alone and under its stable part,
+        A chat's under the messages with the reply. An exact one also under the prompt alone and under its stable part,
         where others may find it; a mapped one is for this conversation only, and must not hide an exact one.
         """
         usage, known = stream.answer.kv, turn.known.get(stream.worker.tier)
         if usage is None or usage.cache_id is None or usage.expires_at is None or known is None:
             return
         hashes = known.chain.hashes
-        counts = {known.chain.extended(stream.answer.as_turn).hashes[-1]: usage.num_tokens}
+        counts = {}
+        if turn.request.is_chat:
+            counts[known.chain.extended(stream.answer.as_turn).hashes[-1]] = usage.num_tokens
         if usage.provenance == "exact":
             counts[hashes[-1]] = stream.answer.num_prompt_tokens
             if turn.num_stable and usage.stable_tokens:
@@ -87,9 +91,9 @@ class Prefixes:
 
 def chain_of(turn: Turn, tier: Tier) -> Chain:
     """Raises `InvalidRequest` for tools that cannot be written down."""
-    tools = turn.request.offered_tools
+    tools, model = turn.request.offered_tools, tier.model if turn.request.is_chat else f"{tier.model} {TEXT}"
     try:
-        return Chain.over(turn.messages, model=tier.model, tools=tools, salt=turn.tenant.salt)
+        return Chain.over(turn.messages, model=model, tools=tools, salt=turn.tenant.salt)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"tools and messages must be plain JSON: {error}", param="tools") from error
 

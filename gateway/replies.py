@@ -13,6 +13,7 @@ import structlog
 
 from gateway import errors
 from gateway.gathered import Chunk, Gathered
+from gateway.texts import as_text_logprobs
 from gateway.turn import Turn
 from workers.api.errors import KvrelayError
 
@@ -20,24 +21,64 @@ log = structlog.get_logger()
 
 DONE = b"data: [DONE]\n\n"
 
-
-def sse(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+Body = dict[str, Any]
 
 
-async def completion(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> dict[str, Any]:
-    """The whole answer, as one chat completion."""
-    gathered = Gathered()
+class ChatShape:
+    """One answer's choices, as `/v1/chat/completions` writes them; whole, or chunk by chunk."""
+
+    id_prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, num_top_logprobs: int | None):
+        self._num_top = num_top_logprobs
+
+    def whole_choice(self, gathered: Gathered) -> Body:
+        return {"message": gathered.message, "logprobs": self._logprobs(gathered.logprobs)}
+
+    def chunk_choice(self, choice: Body) -> Body:
+        """The worker's choice, without log-probabilities that only the policy asked for."""
+        told = choice.get("logprobs")
+        logprobs = self._logprobs(told.get("content") or []) if told else None
+        return {"delta": choice.get("delta") or {}, "logprobs": logprobs}
+
+    def _logprobs(self, tokens: list[Body]) -> Body | None:
+        return None if self._num_top is None else {"content": self._cut(tokens)}
+
+    def _cut(self, tokens: list[Body]) -> list[Body]:
+        return [token | {"top_logprobs": (token.get("top_logprobs") or [])[: self._num_top]} for token in tokens]
+
+
+class TextShape(ChatShape):
+    """The same, as `/v1/completions` writes them."""
+
+    id_prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, num_top_logprobs: int | None):
+        super().__init__(num_top_logprobs)
+        self._offset = 0
+
+    def whole_choice(self, gathered: Gathered) -> Body:
+        return {"text": gathered.message["content"] or "", "logprobs": self._logprobs(gathered.logprobs)}
+
+    def chunk_choice(self, choice: Body) -> Body:
+        told = super().chunk_choice(choice)
+        return {"text": told["delta"].get("content") or "", "logprobs": told["logprobs"]}
+
+    def _logprobs(self, tokens: list[Body]) -> Body | None:
+        if self._num_top is None:
+            return None
+        offset, self._offset = self._offset, self._offset + sum(len(str(token["token"])) for token in tokens)
+        return as_text_logprobs(self._cut(tokens), offset)
+
+
+async def completion(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> Body:
+    """The whole answer, as one completion."""
+    gathered, shape = Gathered(), _shape(turn)
     async with aclosing(chunks):
         async for chunk in chunks:
             gathered.add(chunk)
-    choice = {
-        "index": 0,
-        "message": gathered.message,
-        "logprobs": {"content": _logprobs(turn, gathered.logprobs)} if turn.request.logprobs else None,
-        "finish_reason": gathered.finish_reason or "stop",
-    }
-    head = _head(turn, "chat.completion")
+    choice = {"index": 0} | shape.whole_choice(gathered) | {"finish_reason": gathered.finish_reason or "stop"}
+    head = _head(turn, shape, shape.whole)
     return head | {"choices": [choice], "usage": _usage(turn, gathered.usage), "kvrelay": turn.report.told()}
 
 
@@ -46,15 +87,15 @@ async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenera
 
     What ends the answer (finish reason, usage) is held back until all is over: the last chunk carries `kvrelay`.
     """
-    head: dict[str, Any] | None = None
-    ending = Gathered()
-    finish: list[dict[str, Any]] = []
+    head: Body | None = None
+    ending, shape = Gathered(), _shape(turn)
+    finish: list[Body] = []
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
-                head = head or _head(turn, "chat.completion.chunk")
+                head = head or _head(turn, shape, shape.chunk)
                 ending.add(chunk)
-                choices = [_choice(turn, choice) for choice in chunk.get("choices") or ()]
+                choices = [_choice(shape, choice) for choice in chunk.get("choices") or ()]
                 finish.extend(choice for choice in choices if choice["finish_reason"])
                 if choices and not finish:
                     yield sse(head | {"choices": choices})
@@ -68,6 +109,18 @@ async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenera
     yield DONE
 
 
+def sse(data: Body) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _shape(turn: Turn) -> ChatShape:
+    return (ChatShape if turn.request.is_chat else TextShape)(turn.request.num_top_logprobs)
+
+
+def _choice(shape: ChatShape, choice: Body) -> Body:
+    return {"index": 0} | shape.chunk_choice(choice) | {"finish_reason": choice.get("finish_reason")}
+
+
 def _told(turn: Turn, error: Exception) -> KvrelayError:
     """What an error after content is told as."""
     if isinstance(error, KvrelayError):
@@ -77,34 +130,19 @@ def _told(turn: Turn, error: Exception) -> KvrelayError:
     return errors.InternalError("internal error")
 
 
-def _last(turn: Turn, finish: list[dict[str, Any]], usage: dict[str, Any] | None) -> list[Chunk]:
+def _last(turn: Turn, finish: list[Body], usage: Body | None) -> list[Chunk]:
     kvrelay = {"kvrelay": turn.report.told()}
     if not turn.request.include_usage:
         return [{"choices": finish} | kvrelay]
     return [{"choices": finish}, {"choices": [], "usage": _usage(turn, usage)} | kvrelay]
 
 
-def _head(turn: Turn, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": turn.model}
+def _head(turn: Turn, shape: ChatShape, kind: str) -> Body:
+    answer_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": turn.model}
 
 
-def _choice(turn: Turn, choice: dict[str, Any]) -> dict[str, Any]:
-    """The worker's choice, without log-probabilities that only the policy asked for."""
-    told = choice.get("logprobs") if turn.request.logprobs else None
-    return {
-        "index": 0,
-        "delta": choice.get("delta") or {},
-        "logprobs": told and {"content": _logprobs(turn, told.get("content") or [])},
-        "finish_reason": choice.get("finish_reason"),
-    }
-
-
-def _logprobs(turn: Turn, tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    most = turn.request.top_logprobs
-    return [token | {"top_logprobs": (token.get("top_logprobs") or [])[:most]} for token in tokens]
-
-
-def _usage(turn: Turn, usage: dict[str, Any] | None) -> dict[str, Any]:
+def _usage(turn: Turn, usage: Body | None) -> Body:
     """The worker's, with exact prefix hits as `cached_tokens`; mapped tokens are told in `kvrelay` only."""
     told = dict(usage or {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0})
     return told | {"prompt_tokens_details": {"cached_tokens": turn.report.cached_tokens or 0}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway import policies
 from gateway.fleet import Fleet
 from gateway.policies import Asked, Decision, Policy
-from gateway.schemas import ChatCompletionRequest, KvrelayOptions
+from gateway.schemas import AskedFor, KvrelayOptions
 from gateway.turn import Turn
 from workers.api.errors import InvalidRequest
 
@@ -34,7 +34,7 @@ def asked(turn: Turn) -> Asked:
     )
 
 
-def decide(request: ChatCompletionRequest, asked: Asked, policy: Policy, fleet: Fleet) -> Decision:
+def decide(request: AskedFor, asked: Asked, policy: Policy, fleet: Fleet) -> Decision:
     """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`."""
     options = request.kvrelay
     named, tiers = fleet.named(request.model), _allowed(options, fleet)

@@ -1,4 +1,4 @@
-"""The gateway's request, as clients write it: the OpenAI one, plus the optional field `kvrelay`.
+"""The gateway's requests, as clients write them: the OpenAI ones, plus the optional field `kvrelay`.
 
 A field that the engine lacks is refused by name; one that changes no answer is accepted and ignored; a salt that the
 client sends is dropped, since the tenant's salt is the gateway's.
@@ -6,18 +6,21 @@ client sends is dropped, since the tenant's salt is the gateway's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gateway.prefix import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
 from workers.api.schemas import Message, StreamOptions
 
+R = TypeVar("R", bound="AskedFor")
+
 MAX_DEPTH = 64
 SHOWN_CHARS = 80
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
 class KvrelayOptions(BaseModel):
@@ -40,20 +43,18 @@ class TextFormat(BaseModel):
     type: Literal["text"]
 
 
-class ChatCompletionRequest(BaseModel):
+class AskedFor(BaseModel):
+    """What both kinds of request have; the open part is what is to be read, as messages or as `text`."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    is_chat: ClassVar[bool]
+
     model: str = Field(min_length=1)
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=20)
     stream: bool = False
     stream_options: StreamOptions | None = None
     kvrelay: KvrelayOptions = KvrelayOptions()
@@ -62,8 +63,6 @@ class ChatCompletionRequest(BaseModel):
     n: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
-    response_format: TextFormat | None = None
-    tool_choice: Literal["auto", "none"] | None = None
 
     # Accepted and ignored.
     user: Any = None
@@ -72,34 +71,123 @@ class ChatCompletionRequest(BaseModel):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    parallel_tool_calls: Any = None
     cache_salt: Any = None
     tenant_salt: Any = None
 
-    @field_validator("n", "presence_penalty", "frequency_penalty", "response_format", "kvrelay", mode="before")
+    @field_validator("n", "presence_penalty", "frequency_penalty", "kvrelay", mode="before")
     @classmethod
     def _null_is_default(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value is None else value
 
     @property
-    def max_answer_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def prompt(self) -> list[Message]:
+    def conversation(self) -> list[Message]:
+        """As the client wrote it, marks included."""
+        raise NotImplementedError
+
+    @property
+    def for_workers(self) -> list[Message]:
         """The messages as workers get them: no marks, content as one text."""
-        return [plain(message) for message in self.messages]
+        return [plain(message) for message in self.conversation]
+
+    @property
+    def text(self) -> str | None:
+        """The prompt, where it is a text and no conversation."""
+        return None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return None
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each one; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+
+class ChatCompletionRequest(AskedFor):
+    is_chat: ClassVar[bool] = True
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    response_format: TextFormat | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Any = None  # ignored
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def conversation(self) -> list[Message]:
+        return self.messages
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def max_answer_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
-def parse_chat(raw: bytes, limits: Limits) -> ChatCompletionRequest:
+class TextCompletionRequest(AskedFor):
+    """One prompt, as text: a list of one is taken for that one."""
+
+    is_chat: ClassVar[bool] = False
+
+    prompt: str = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, prompt: Any) -> Any:
+        return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+
+    @field_validator("best_of", "echo", mode="before")
+    @classmethod
+    def _null_is_none(cls, value: Any, info: Any) -> Any:
+        return cls.model_fields[info.field_name].default if value is None else value
+
+    @property
+    def conversation(self) -> list[Message]:
+        return [Message(role="user", content=self.prompt)]
+
+    @property
+    def text(self) -> str | None:
+        return self.prompt
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
     """Raises `InvalidRequest` naming the field, the value and what is allowed, or `RequestTooLarge`."""
     try:
         body = orjson.loads(raw)
@@ -110,12 +198,12 @@ def parse_chat(raw: bytes, limits: Limits) -> ChatCompletionRequest:
     if _deeper_than(body, MAX_DEPTH):
         raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
     try:
-        request = ChatCompletionRequest.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
-        raise invalid(error, ChatCompletionRequest) from error
-    if len(request.messages) > limits.max_messages:
+        raise invalid(error, kind) from error
+    if len(request.conversation) > limits.max_messages:
         raise RequestTooLarge(
-            f"{len(request.messages)} messages; at most {limits.max_messages} are allowed", param="messages"
+            f"{len(request.conversation)} messages; at most {limits.max_messages} are allowed", param="messages"
         )
     return request
 
@@ -128,6 +216,8 @@ def invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
         return InvalidRequest(f"unknown field {where!r}; known: {', '.join(model.model_fields)}", param=where)
     if problem["type"] == "missing":
         return InvalidRequest(f"{where}: this field is required", param=where)
+    if not where:  # of the whole request, which is not repeated
+        return InvalidRequest(problem["msg"].removeprefix("Value error, "))
     return InvalidRequest(f"{where}: {problem['msg']}; got {_shown(problem['input'])}", param=where)
 
 

@@ -12,7 +12,7 @@ from gateway.deadline import Deadline
 from gateway.policies import Decision
 from gateway.prefix import Chain, num_stable
 from gateway.registry import Entry
-from gateway.schemas import ChatCompletionRequest
+from gateway.schemas import AskedFor
 from gateway.tenants import Tenant
 from workers.api.schemas import KVUsage, Message, PrefillReply, TransferReply
 
@@ -126,7 +126,7 @@ class Turn:
 
     id: str
     tenant: Tenant
-    request: ChatCompletionRequest
+    request: AskedFor
     deadline: Deadline
     arrived_at: float
     model: str = ""  # the answering model's public name
@@ -138,8 +138,8 @@ class Turn:
     report: Report = field(default_factory=Report)
 
     def __post_init__(self) -> None:
-        self.messages: list[Message] = self.request.prompt
-        self.num_stable = num_stable(self.request.messages)
+        self.messages: list[Message] = self.request.for_workers
+        self.num_stable = num_stable(self.request.conversation)
 
     @property
     def stores(self) -> bool:

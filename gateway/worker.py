@@ -13,10 +13,12 @@ from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
 from gateway.policies import Token
 from gateway.settings import Deadlines
+from gateway.texts import as_chat
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import (
     ChatRequest,
+    CompletionRequest,
     KVUsage,
     PrefillReply,
     PrefillRequest,
@@ -125,18 +127,25 @@ class Worker:
             self._map_rate = _ewma(self._map_rate, reply.num_tokens / reply.total_ms * 1000)
         return reply
 
-    async def open_chat(self, request: ChatRequest, *, first_by: Deadline, deadline: Deadline) -> Stream:
+    async def open_answer(
+        self, request: ChatRequest | CompletionRequest, *, first_by: Deadline, deadline: Deadline
+    ) -> Stream:
         """An answer whose first content has arrived. Whoever opened it closes it."""
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self._gate.place(first_by))
             opened.enter_context(self._counted())
             attempt = opened.enter_context(self.breaker.attempt())
-            chunks = self.client.chat_stream(request, timeout_s=max(deadline.remaining_s, 0.001))
+            chunks = self._chunks(request, max(deadline.remaining_s, 0.001))
             opened.push_async_callback(chunks.aclose)
             stream = Stream(self, chunks, attempt, deadline)
             await stream.start(first_by)
             stream.owns(opened.pop_all())
         return stream
+
+    def _chunks(self, request: ChatRequest | CompletionRequest, timeout_s: float) -> AsyncGenerator[Chunk, None]:
+        if isinstance(request, ChatRequest):
+            return self.client.chat_stream(request, timeout_s=timeout_s)
+        return as_chat(self.client.completion_stream(request, timeout_s=timeout_s))
 
     def note_usage(self, usage: KVUsage, num_prompt_tokens: int) -> None:
         self.note_epoch(usage.epoch)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/cascade/explain`."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/cascade/explain`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.errors import ClientDisconnected
 from gateway.explain import explain
 from gateway.replies import completion, frames
 from gateway.routes.replies import json_reply
-from gateway.schemas import parse_chat
+from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest, parse
 from gateway.snapshot import Snapshot
 from gateway.turn import Turn
 
@@ -24,7 +24,15 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    turn = await _turn(request)
+    return await _answered(request, await _turn(request, ChatCompletionRequest))
+
+
+@router.post("/v1/completions")
+async def text_completions(request: Request) -> Response:
+    return await _answered(request, await _turn(request, TextCompletionRequest))
+
+
+async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
     cascade = Cascade(snapshot.parts, turn)
     if turn.request.kvrelay.explain:
@@ -70,12 +78,12 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 
 @router.post("/v1/cascade/explain")
 async def cascade_explain(request: Request) -> Response:
-    turn = await _turn(request)
+    turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
     return json_reply(await explain(Cascade(snapshot.parts, turn), turn, snapshot.settings))
 
 
-async def _turn(request: Request) -> Turn:
+async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
     """Who asks for what: authenticated before a byte of the body is read."""
     snapshot: Snapshot = request.state.snapshot
     settings = snapshot.settings
@@ -83,7 +91,7 @@ async def _turn(request: Request) -> Turn:
     reading_at = time.monotonic()
     raw = await read_body(request, settings.deadlines.body_s)
     waited_s = time.monotonic() - reading_at
-    asked = parse_chat(raw, settings.limits)
+    asked = parse(raw, kind, settings.limits)
     request.state.model_label = snapshot.parts.fleet.label(asked.model)
     deadline = Deadline.after(settings.deadlines.request_s)
     state = request.state

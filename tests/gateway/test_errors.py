@@ -39,7 +39,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"presence_penalty": 0.5}, "presence_penalty", "Input should be 0"),
-        ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, messages"),
+        ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, temperature"),
         ({"kv_transfer_params": {"cache_id": "kvc-" + "0" * 32}}, "kv_transfer_params", "unknown field"),
         ({"kvrelay": {"polcy": "x"}}, "kvrelay.polcy", "not permitted"),
         ({"kvrelay": {"policy": "best"}}, "kvrelay.policy", "unknown policy 'best'; known: fixed, confidence"),

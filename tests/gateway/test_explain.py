@@ -23,22 +23,39 @@ async def explained(stack: Stack, messages: list[dict[str, Any]] = MESSAGES, **f
 
 
 @pytest.mark.parametrize(
-    ("fields", "route", "would_escalate", "would_transfer"),
+    ("fields", "route", "would_escalate", "reason"),
     [
-        ({}, "cascade", None, True),
-        ({"model": "large"}, "answer", False, False),
-        ({"kvrelay": {"policy": "always_escalate"}}, "escalate", True, True),
-        ({"kvrelay": {"policy": "always_escalate", "exact": True}}, "escalate", True, False),
-        ({"kvrelay": {"no_cache": True}}, "cascade", None, False),
-        ({"kvrelay": {"max_tier": "small"}}, "answer", False, False),
+        ({}, "cascade", None, "faster"),
+        ({"model": "large"}, "answer", False, None),
+        ({"kvrelay": {"policy": "always_escalate"}}, "escalate", True, "faster"),
+        ({"kvrelay": {"policy": "always_escalate", "exact": True}}, "escalate", True, "exact"),
+        ({"kvrelay": {"no_cache": True}}, "cascade", None, "no_cache"),
+        ({"kvrelay": {"max_tier": "small"}}, "answer", False, None),
     ],
 )
 async def test_the_route(
-    stack: Stack, fields: dict[str, Any], route: str, would_escalate: bool | None, would_transfer: bool
+    stack: Stack, fields: dict[str, Any], route: str, would_escalate: bool | None, reason: str | None
 ) -> None:
     answer = await explained(stack, **fields)
     assert (answer["route"], answer["would_escalate"]) == (route, would_escalate)
-    assert answer["would_transfer"] is would_transfer
+    assert answer["would_transfer"] is (reason == "faster")
+    assert (answer["escalation"] or {}).get("reason") == reason
+
+
+async def test_without_a_mapper_for_the_pair_nothing_would_be_handed_over(stack: Stack) -> None:
+    stack.large.peers = {}
+    await stack.look()
+    answer = await explained(stack)
+    assert answer["would_transfer"] is False
+    assert answer["escalation"] == {"from": "full_prefill", "reason": "no_bundle"}
+    assert answer["predicted_ms"]["handoff"] is None
+
+
+async def test_what_the_target_holds_is_what_it_would_answer_from(stack: Stack) -> None:
+    first = await stack.escalate()
+    following = turn_after(MESSAGES, first, "And then?")
+    assert (await explained(stack, following))["escalation"]["from"] == "own_mapped"
+    assert (await explained(stack))["predicted_ms"]["small_prefill"] == 0, "the small model has read all of it"
 
 
 async def test_predictions_come_from_the_rates_and_the_workers_count(stack: Stack) -> None:
@@ -49,6 +66,7 @@ async def test_predictions_come_from_the_rates_and_the_workers_count(stack: Stac
     assert num_tokens > 600
     assert answer["predicted_ms"]["full_prefill"] == pytest.approx(num_tokens)
     assert answer["predicted_ms"]["handoff"] == pytest.approx(64 + (num_tokens - 64) / 10)
+    assert answer["predicted_ms"]["small_prefill"] == pytest.approx(num_tokens / 200 * 1000), "an assumed rate"
 
 
 async def test_the_prefix_that_is_known(stack: Stack) -> None:
@@ -64,7 +82,7 @@ async def test_without_a_worker_to_count_it_says_so(stack: Stack) -> None:
     stack.small.fail("tokenize", WorkerUnavailable("gone"))
     answer = await explained(stack)
     assert answer["num_tokens"] is None
-    assert answer["predicted_ms"] == {"full_prefill": None, "handoff": None}
+    assert answer["predicted_ms"] == {"small_prefill": None, "full_prefill": None, "handoff": None}
 
 
 async def test_bad_requests_are_told_as_in_chat(stack: Stack) -> None:

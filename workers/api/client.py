@@ -15,6 +15,7 @@ from workers.api.schemas import (
     SECRET_HEADER,
     CacheInfo,
     ChatRequest,
+    CompletionRequest,
     LeaseRequest,
     PrefillReply,
     PrefillRequest,
@@ -98,17 +99,28 @@ class WorkerClient:
             raise WorkerUnavailable("worker answered with something that is not a chat completion")
         return reply
 
-    async def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
+    def completion_stream(
+        self, request: CompletionRequest, *, timeout_s: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed text completion; else as `chat_stream`."""
+        return self._stream("/v1/completions", request, timeout_s)
+
+    def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed chat completion; `KVUsage` stands in the last one's `kv_transfer_params`.
 
         An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
         taken for a whole one. Closing the iterator hangs up, which stops the worker.
         """
+        return self._stream("/v1/chat/completions", request, timeout_s)
+
+    async def _stream(
+        self, path: str, request: ChatRequest | CompletionRequest, timeout_s: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
         is_whole = False
         try:
             async with self._http.stream(
                 "POST",
-                "/v1/chat/completions",
+                path,
                 content=_body(request),
                 headers={"content-type": "application/json"},
                 timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),

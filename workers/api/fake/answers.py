@@ -6,12 +6,12 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workers.api.errors import KvrelayError
 from workers.api.fake.caches import render
 from workers.api.fake.wire import frame
-from workers.api.schemas import ChatRequest, KVTransferParams, KVUsage
+from workers.api.schemas import ChatRequest, CompletionRequest, KVTransferParams, KVUsage, Message
 
 if TYPE_CHECKING:
     from workers.api.fake.worker import FakeWorker
@@ -26,21 +26,27 @@ class Answer:
     """What is answered: the request, its prompt's tokens, and what of them stood in a cache."""
 
     worker: FakeWorker
-    asked: ChatRequest
+    asked: ChatRequest | CompletionRequest
     tokens: list[str]
     usage: KVUsage
+
+    call: ClassVar[str] = "chat"
 
     @property
     def kind(self) -> str:
         params = self.asked.kv_transfer_params
-        return "cached_chat" if params and params.cache_id else "chat"
+        return f"cached_{self.call}" if params and params.cache_id else self.call
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.asked.messages if isinstance(self.asked, ChatRequest) else []
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         words = self._words()
         try:
             yield frame(self._opening())
             async for word in self._written(words):
-                yield frame({"choices": [_delta({"content": word}, self._logprobs(word))]})
+                yield frame({"choices": [self._piece(word)]})
         except Cut:
             return
         except KvrelayError as error:
@@ -55,25 +61,33 @@ class Answer:
             yield frame(last)
         yield b"data: [DONE]\n\n"
 
+    def _piece(self, word: str) -> dict[str, Any]:
+        return _delta({"content": word}, self._logprobs(word))
+
+    def _first(self) -> dict[str, Any]:
+        return _delta({"role": "assistant", "content": ""})
+
     def _opening(self) -> dict[str, Any]:
-        chunk: dict[str, Any] = {"choices": [_delta({"role": "assistant", "content": ""})]}
+        chunk: dict[str, Any] = {"choices": [self._first()]}
         return chunk | ({"kv_transfer_params": self.usage.model_dump()} if self.worker.tells_early else {})
 
     def _words(self) -> list[str]:
-        limit = self.asked.max_tokens or self.asked.max_completion_tokens
-        return self.worker.says(self.asked.messages).split(" ")[:limit]
+        limit = self.asked.max_tokens
+        if isinstance(self.asked, ChatRequest):
+            limit = limit or self.asked.max_completion_tokens
+        return self.worker.says(self.messages).split(" ")[:limit]
 
     def _logprobs(self, word: str) -> dict[str, Any] | None:
-        if not self.asked.logprobs:
+        if not self.asked.logprobs or not isinstance(self.asked, ChatRequest):
             return None
-        told = {"token": word, "logprob": self.worker.logprob, "bytes": None, "top_logprobs": self._likeliest(word)}
-        return {"content": [told]}
+        top = self._likeliest(word, self.asked.top_logprobs)
+        return {"content": [{"token": word, "logprob": self.worker.logprob, "bytes": None, "top_logprobs": top}]}
 
-    def _likeliest(self, word: str) -> list[dict[str, Any]]:
+    def _likeliest(self, word: str, most: int) -> list[dict[str, Any]]:
         """The word and one other, which has all the rest."""
         rest = max(1e-9, 1 - math.exp(self.worker.logprob))
         both = [(self.worker.logprob, word), (math.log(rest), "~")]
-        return [{"token": text, "logprob": logprob} for logprob, text in sorted(both)[::-1][: self.asked.top_logprobs]]
+        return [{"token": text, "logprob": logprob} for logprob, text in sorted(both)[::-1][:most]]
 
     async def _written(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
         for index, word in enumerate(words):
@@ -92,7 +106,7 @@ class Answer:
         counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         finish = "tool_calls" if self.worker.tool_call else "stop"
         return [
-            {"choices": [_delta({}) | {"finish_reason": finish}]},
+            {"choices": [self._piece_of_end() | {"finish_reason": finish}]},
             {"choices": [], "usage": counts, "kv_transfer_params": self._kept(words).model_dump()},
         ]
 
@@ -104,8 +118,43 @@ class Answer:
         caches, usage = self.worker.stored, self.usage
         everything = [*self.tokens, *words]
         cache = caches.store(everything, asked.tenant_salt, usage.provenance, usage.mapped_tokens, params.ttl_s)
-        stable = len(render(asked.messages[: asked.stable_messages or 0])) - 1
-        return usage.model_copy(update=caches.told(cache) | {"stable_tokens": stable})
+        stable = asked.stable_messages or 0 if isinstance(asked, ChatRequest) else 0
+        told = caches.told(cache) | {"stable_tokens": len(render(self.messages[:stable])) - 1 if stable else None}
+        return usage.model_copy(update=told)
+
+    def _piece_of_end(self) -> dict[str, Any]:
+        return _delta({})
+
+
+@dataclass(frozen=True)
+class TextAnswer(Answer):
+    """The same as a text completion."""
+
+    call: ClassVar[str] = "complete"
+
+    @property
+    def messages(self) -> list[Message]:
+        assert isinstance(self.asked, CompletionRequest)
+        return [Message(role="user", content=str(self.asked.prompt))]
+
+    def _piece(self, word: str) -> dict[str, Any]:
+        return self._text(word, self._text_logprobs(word))
+
+    def _first(self) -> dict[str, Any]:
+        return self._text("", None)
+
+    def _piece_of_end(self) -> dict[str, Any]:
+        return self._text("", None)
+
+    def _text(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _text_logprobs(self, word: str) -> dict[str, Any] | None:
+        asked = self.asked
+        if not isinstance(asked, CompletionRequest) or asked.logprobs is None:
+            return None
+        top = {one["token"]: one["logprob"] for one in self._likeliest(word, asked.logprobs)}
+        return {"tokens": [word], "token_logprobs": [self.worker.logprob], "top_logprobs": [top], "text_offset": [0]}
 
 
 def _delta(delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

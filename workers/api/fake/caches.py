@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.api.errors import CacheMismatch, CacheNotFound
-from workers.api.schemas import Message
+from workers.api.schemas import Message, Prompt
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ def render(messages: Sequence[Message]) -> list[str]:
     for message in messages:
         tokens += [f"<{message.role}>", *(message.text.split() if message.text else [])]
     return [*tokens, "<assistant>"]
+
+
+def tokens_of(prompt: Prompt) -> list[str]:
+    return render(prompt.messages) if prompt.messages is not None else (prompt.prefix or "").split()
 
 
 def common(left: Sequence[str], right: Sequence[str]) -> int:

@@ -27,13 +27,15 @@ from workers.api.errors import (
     TransferFailed,
     Unauthorized,
 )
-from workers.api.fake.answers import Answer
-from workers.api.fake.caches import Cache, Caches, common, render
+from workers.api.fake.answers import Answer, TextAnswer
+from workers.api.fake.caches import Cache, Caches, common, render, tokens_of
 from workers.api.fake.faults import Body, Call, Faulty
 from workers.api.fake.wire import json_reply, parse, until_disconnected
 from workers.api.schemas import (
     SECRET_HEADER,
+    BundleInfo,
     ChatRequest,
+    CompletionRequest,
     KVLayout,
     KVTransferParams,
     KVUsage,
@@ -57,9 +59,14 @@ MS_PER_TOKEN = 1.0  # what it claims to take for reading
 BYTES_PER_TOKEN = LAYOUT.num_layers * 2 * LAYOUT.num_kv_heads * LAYOUT.head_dim * 4
 
 
+def fingerprint(model: str) -> str:
+    return hashlib.sha256(model.encode()).hexdigest()
+
+
 @dataclass
 class FakeWorker(Faulty):
-    """Calls are `info`, `readyz`, `prefill`, `transfer`, `chat` (without a cache), `cached_chat` and `tokenize`."""
+    """Calls are `info`, `readyz`, `prefill`, `transfer`, `chat` (without a cache), `cached_chat` and `tokenize`;
+    `complete` and `cached_complete` are their likes for texts."""
 
     name: str
     model: str
@@ -117,6 +124,7 @@ class FakeWorker(Faulty):
             *(Route(path, self._call(*work)) for path, work in works.items()),
             *(Route(path, self._call(*work), methods=["POST"]) for path, work in posts.items()),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
         ]
 
     def _call(self, name: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
@@ -132,14 +140,14 @@ class FakeWorker(Faulty):
         info = WorkerInfo(
             worker=self.name,
             model=self.model,
-            fingerprint=hashlib.sha256(self.model.encode()).hexdigest(),
+            fingerprint=fingerprint(self.model),
             engine="fake",
             device="none",
             layout=LAYOUT,
             epoch=self.stored.epoch,
             max_model_len=self.max_model_len,
             transports=["shm"],
-            bundles=[],
+            bundles=[self._bundle(peer.model) for peer in self.peers.values()],
             pool_blocks=1000,
             free_blocks=1000,
             rates=self.rates,
@@ -147,13 +155,23 @@ class FakeWorker(Faulty):
         )
         return info.model_dump()
 
+    def _bundle(self, source: str) -> BundleInfo:
+        return BundleInfo(
+            bundle_id="fake-bundle",
+            source_model=source,
+            source_fingerprint=fingerprint(source),
+            target_fingerprint=fingerprint(self.model),
+            method="fake",
+            usable=True,
+        )
+
     async def _count(self, body: Body) -> Body:
-        tokens = render(parse(Prompt, body).messages or [])
+        tokens = tokens_of(parse(Prompt, body))
         return TokenizeReply(token_ids=list(range(len(tokens))), num_tokens=len(tokens)).model_dump()
 
     async def _read(self, body: Body) -> Body:
         asked = parse(PrefillRequest, body)
-        tokens = render(asked.messages or [])
+        tokens = tokens_of(asked)
         self._check_length(tokens)
         known = self.stored.longest_exact(tokens, asked.tenant_salt)
         cache = self.stored.store(tokens, asked.tenant_salt, "exact", 0, asked.ttl_s)
@@ -205,7 +223,19 @@ class FakeWorker(Faulty):
         answer = Answer(self, asked, tokens, self._look_up(asked, tokens))
         return StreamingResponse(answer.frames(), media_type="text/event-stream")
 
-    def _look_up(self, asked: ChatRequest, tokens: list[str]) -> KVUsage:
+    async def _complete(self, request: Request) -> Response:
+        body = await request.body()
+        cached = (orjson.loads(body).get("kv_transfer_params") or {}).get("cache_id")
+        return await self._reply(request, "cached_complete" if cached else "complete", self._begin_text)
+
+    async def _begin_text(self, body: Body) -> Response:
+        asked = parse(CompletionRequest, body)
+        tokens = str(asked.prompt).split()
+        self._check_length(tokens)
+        answer = TextAnswer(self, asked, tokens, self._look_up(asked, tokens))
+        return StreamingResponse(answer.frames(), media_type="text/event-stream")
+
+    def _look_up(self, asked: ChatRequest | CompletionRequest, tokens: list[str]) -> KVUsage:
         """What of the prompt stands in a cache."""
         params = asked.kv_transfer_params or KVTransferParams()
         if params.cache_id is not None:
