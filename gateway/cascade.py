@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import structlog
 
 from gateway import asks, handoff, routing
+from gateway.audit import cache_access
 from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
 from gateway.fleet import Fleet, Tier
@@ -31,6 +32,7 @@ from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.policies import Token, Verdict
 from gateway.prefixes import Prefixes
+from gateway.quotas import Quotas
 from gateway.settings import Settings
 from gateway.turn import Found, Turn
 from gateway.worker import Stream, Worker
@@ -60,6 +62,7 @@ class Parts:
     prefixes: Prefixes
     metrics: Metrics
     shares: Shares
+    quotas: Quotas
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,11 @@ class Cascade:
         self._times = parts.settings.deadlines
         self._held = AsyncExitStack()
         self._was_read_in_full = False  # by the target: the last way but the small model's answer
-        asked = routing.asked(turn)
+        asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
         chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
         self.policy = chosen.select(asked)
-        self.decision = routing.decide(turn.request, asked, chosen, parts.fleet)
-        self.small = next(iter(parts.fleet.tiers.values()))
+        self.decision = routing.decide(turn, asked, chosen, parts.fleet, tiers)
+        self.small = parts.fleet.tiers[tiers[0]]
         self.target = parts.fleet.tiers[self.decision.tier]
         turn.report.decided(self.decision)
 
@@ -220,6 +223,7 @@ class Cascade:
             worker = self.small.pick(preferred=nearest.entry.worker if nearest else None)
             reply = await worker.prefill(asks.prefill(self._turn, self._parts.settings.handoff, by), by)
         self._turn.report.small_read(reply)
+        cache_access(self._turn, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._parts.prefixes.file_prompt(self._turn, self.small.name, worker.id, reply)
         return Read(worker, reply.cache_id, reply.num_tokens, cached_tokens=reply.cached_tokens)
 
@@ -291,6 +295,8 @@ class Cascade:
                 await self._parts.prefixes.forget(turn, self.small.name, read.found)
             raise
         took_s = time.monotonic() - started
+        made, count = reply.cache_id, reply.num_tokens
+        cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=read.cache_id)
         turn.report.transferred(reply, took_s * 1000)
         metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
         stream = await self._from_cache(worker, reply.cache_id, read.num_tokens)
@@ -377,6 +383,8 @@ class Cascade:
         native = self.decision.route == "answer"
         policy, settings = self.policy if judged else None, self._parts.settings.handoff
         request = asks.answer(self._turn, settings, cache_id=cache_id, judged_by=policy, native=native)
+        if cache_id is not None:
+            cache_access(self._turn, "read", worker=worker.id, cache_id=cache_id)
         with self._turn.upstream(self._phase(worker)):
             stream = await worker.open_answer(request, first_by=first_by, deadline=self._turn.deadline)
         self._held.push_async_callback(stream.aclose)
@@ -427,6 +435,10 @@ class Cascade:
             by_small = stream.worker.tier == self.small.name
             turn.report.answered(usage, by_small=by_small, may_rename=not turn.request.stream)
             stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
+            if usage.cache_id is not None:
+                kept, count = usage.cache_id, usage.num_tokens
+                cache_access(turn, "written", worker=stream.worker.id, cache_id=kept, num_tokens=count)
+        await self._parts.quotas.spent(turn.tenant, stream.answer.num_tokens)
         if turn.stores:
             await self._parts.prefixes.file_answer(turn, stream)
         self._parts.metrics.ended(turn.report, turn.since_arrival_ms(time.monotonic()))

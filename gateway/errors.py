@@ -4,11 +4,12 @@
     ├── InvalidRequest           400  and, below it, ModelNotFound 404 and RequestTooLarge 413: shared with workers
     ├── SettingsError                 at start: the configuration names a key and what it allows
     ├── AuthenticationFailed     401  no API key, or an unknown one
+    ├── PermissionDenied         403  the tenant may not use this model
     ├── NotFound                 404  no such route
     ├── MethodNotAllowed         405
     ├── RequestTimeout           408  the body did not arrive in time
     ├── HeadersTooLarge          431
-    ├── RateLimited              429  the tenant has too much in flight
+    ├── RateLimited              429  the tenant has too much in flight, or has used up its minute
     ├── NoUsableWorker           503  every worker of the tier is down, or its circuit is open
     ├── CircuitOpen              503  this worker's circuit is open
     ├── InternalError            500  a bug of ours; the log knows more
@@ -37,6 +38,10 @@ class GatewayError(KvrelayError):
 
 class AuthenticationFailed(GatewayError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class PermissionDenied(GatewayError):
+    status, type, code = 403, "permission_error", "permission_denied"
 
 
 class NotFound(GatewayError):

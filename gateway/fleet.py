@@ -90,7 +90,11 @@ class Fleet:
 
     @property
     def model_names(self) -> list[str]:
-        names = [AUTO, *(name for tier in self.tiers.values() for name in (tier.name, tier.model))]
+        return self.names_of(self.names)
+
+    def names_of(self, tiers: Collection[str]) -> list[str]:
+        """What clients may ask for who may use these tiers."""
+        names = [AUTO, *(name for tier in tiers for name in (tier, self.tiers[tier].model))]
         return list(dict.fromkeys(names))
 
     def label(self, model: object) -> str:

@@ -56,6 +56,11 @@ class Gathered:
         return int(self.usage["prompt_tokens"]) if self.usage else 0
 
     @property
+    def num_tokens(self) -> int:
+        """Read and written."""
+        return int(self.usage.get("total_tokens") or 0) if self.usage else 0
+
+    @property
     def message(self) -> dict[str, Any]:
         """The assistant's message, as the OpenAI API writes it; its content is null beside tool calls alone."""
         text, calls = "".join(self._text), [self._calls[index] for index in sorted(self._calls)]

@@ -64,7 +64,7 @@ class Trace:
             return
         self._gateway.metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
         took_ms = round((time.monotonic() - float(str(state["arrived_at"]))) * 1000, 1)
-        told = {key: state[key] for key in ("tier", "path") if key in state}
+        told = {key: state[key] for key in ("tenant", "tier", "path") if key in state}
         log.info("request", request_id=state["request_id"], status=state["status"], took_ms=took_ms, **told)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gateway import policies
-from gateway.fleet import Fleet
+from gateway.errors import PermissionDenied
+from gateway.fleet import Fleet, Tier
 from gateway.policies import Asked, Decision, Policy
-from gateway.schemas import AskedFor, KvrelayOptions
+from gateway.schemas import KvrelayOptions
+from gateway.tenants import Tenant
 from gateway.turn import Turn
 from workers.api.errors import InvalidRequest
 
@@ -34,12 +38,13 @@ def asked(turn: Turn) -> Asked:
     )
 
 
-def decide(request: AskedFor, asked: Asked, policy: Policy, fleet: Fleet) -> Decision:
-    """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`."""
-    options = request.kvrelay
-    named, tiers = fleet.named(request.model), _allowed(options, fleet)
+def decide(turn: Turn, asked: Asked, policy: Policy, fleet: Fleet, tiers: Sequence[str]) -> Decision:
+    """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`,
+    `PermissionDenied`."""
+    options, named = turn.request.kvrelay, fleet.named(turn.request.model)
     if named is None:
         return policy.decide(tiers, asked)
+    check_may_use(turn.tenant, named)
     if named.name not in tiers:
         raise InvalidRequest(
             f"model {named.name!r} lies above max_tier {options.max_tier!r}; allowed: {', '.join(tiers)}",
@@ -53,7 +58,25 @@ def decide(request: AskedFor, asked: Asked, policy: Policy, fleet: Fleet) -> Dec
     return Decision("answer", named.name, NAMED, NAMED, forced=True)
 
 
-def _allowed(options: KvrelayOptions, fleet: Fleet) -> list[str]:
+def check_may_use(tenant: Tenant, tier: Tier) -> None:
+    """Raises `PermissionDenied`."""
+    if tier.name not in tenant.tiers:
+        raise PermissionDenied(f"model {tier.name!r} is not for this key; allowed: {', '.join(tenant.tiers)}")
+
+
+def allowed(turn: Turn, fleet: Fleet) -> list[str]:
+    """The tiers that this request may use, small to large; never empty. Raises `InvalidRequest`."""
+    tiers = [tier for tier in _up_to(turn.request.kvrelay, fleet) if tier in turn.tenant.tiers]
+    if not tiers:
+        raise InvalidRequest(
+            f"kvrelay.max_tier: {turn.request.kvrelay.max_tier!r} leaves no model that this key may use; "
+            f"allowed: {', '.join(turn.tenant.tiers)}",
+            param="kvrelay.max_tier",
+        )
+    return tiers
+
+
+def _up_to(options: KvrelayOptions, fleet: Fleet) -> list[str]:
     if options.max_tier is None:
         return fleet.names
     if options.max_tier not in fleet.names:

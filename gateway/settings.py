@@ -88,10 +88,14 @@ class RegistrySettings(Section):
 
 
 class TenantSettings(Section):
-    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves. `tier` is for rules."""
+    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves. `tier` is for rules. `models` are
+    those that it may use, by tier or model name; without any, all. Without a number, a minute has no limit."""
 
     api_keys: tuple[KeyHash, ...] = ()
     tier: Name | None = None
+    models: tuple[str, ...] = ()
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
 
 
 class Limits(Section):
@@ -187,6 +191,12 @@ class Settings(BaseSettings):
             raise ValueError(f"tiers: tier {idle[0]!r} has no worker; name it as `tier` of one under workers")
         if DEFAULT_TENANT not in self.tenants:
             raise ValueError(f"tenants: {DEFAULT_TENANT!r} is missing; known: {', '.join(self.tenants)}")
+        models = {name for tier in self.tiers for name in (tier.name, tier.model)}
+        for tenant_name, tenant in self.tenants.items():
+            unknown = [model for model in tenant.models if model not in models]
+            if unknown:
+                known = ", ".join(sorted(models))
+                raise ValueError(f"tenants.{tenant_name}.models: unknown model {unknown[0]!r}; known: {known}")
         _unique("tenants: API key", [key for tenant in self.tenants.values() for key in tenant.api_keys])
         self._policy = policies.build(self.policy)
         self._policy.check(names)

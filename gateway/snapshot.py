@@ -23,6 +23,7 @@ from gateway.fleet import Fleet
 from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.prefixes import Prefixes
+from gateway.quotas import Quotas
 from gateway.settings import Settings
 from gateway.tenants import Tenants
 
@@ -91,6 +92,7 @@ class Gateway:
         if self._retiring:
             await asyncio.wait(self._retiring, timeout=STOP_S)
         await self.parts.prefixes.aclose()
+        await self.parts.quotas.aclose()
         await self.parts.fleet.aclose()
 
     async def reload(self, settings: Settings) -> None:
@@ -114,14 +116,15 @@ class Gateway:
         old = before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
         if old is not None and settings.registry == old.settings.registry:
-            prefixes = old.prefixes
+            prefixes, quotas = old.prefixes, old.quotas
         else:
             prefixes = Prefixes(registry.connect(settings.registry, self.metrics.registry_op), self.metrics)
+            quotas = Quotas(settings.registry, self.metrics.registry_op)
         if old is not None and settings.limits == old.settings.limits:
             shares = old.shares
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
-        parts = Parts(settings, fleet, prefixes, self.metrics, shares)
+        parts = Parts(settings, fleet, prefixes, self.metrics, shares, quotas)
         return Snapshot(before.generation + 1 if before else 1, settings, parts, Tenants(settings, self._secret))
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:
@@ -135,6 +138,7 @@ class Gateway:
         await before.unheld()
         if after.parts.prefixes is not before.parts.prefixes:
             await before.parts.prefixes.aclose()
+            await before.parts.quotas.aclose()
         await before.parts.fleet.aclose(but=after.parts.fleet)
         for worker_id in {worker.id for worker in before.parts.fleet.workers} - set(after.settings.workers):
             self.metrics.forget_worker(worker_id)

@@ -13,19 +13,20 @@ from gateway.settings import DEFAULT_TENANT, Settings
 
 @dataclass(frozen=True)
 class Tenant:
-    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster. `tier` is what rules know it
-    by."""
+    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster. `tier` is what rules know it by,
+    `tiers` the model tiers that it may use, small to large."""
 
     name: str
     salt: str
-    tier: str | None = None
+    tier: str | None
+    tiers: tuple[str, ...]
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
 
 
 class Tenants:
     def __init__(self, settings: Settings, secret: str):
-        self._by_name = {
-            name: Tenant(name, _salt(secret, name), tenant.tier) for name, tenant in settings.tenants.items()
-        }
+        self._by_name = {name: _tenant(name, settings, secret) for name in settings.tenants}
         self._keys = [(key, name) for name, tenant in settings.tenants.items() for key in tenant.api_keys]
 
     def authenticate(self, authorization: str | None) -> Tenant:
@@ -41,6 +42,19 @@ class Tenants:
         if not found:
             raise AuthenticationFailed("unknown API key")
         return self._by_name[found[0]]
+
+
+def _tenant(name: str, settings: Settings, secret: str) -> Tenant:
+    its = settings.tenants[name]
+    tiers = [tier.name for tier in settings.tiers if not its.models or {tier.name, tier.model} & set(its.models)]
+    return Tenant(
+        name=name,
+        salt=_salt(secret, name),
+        tier=its.tier,
+        tiers=tuple(tiers),
+        requests_per_minute=its.requests_per_minute,
+        tokens_per_minute=its.tokens_per_minute,
+    )
 
 
 def _salt(secret: str, tenant: str) -> str:

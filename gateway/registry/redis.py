@@ -1,32 +1,17 @@
-"""`redis`: shared by several gateways. A Redis that hangs or is gone costs one operation's time, once.
-
-Every operation runs in a task of its own, which the caller waits for but never cancels: a cancelled redis-py call can
-leave its answer on the connection for the next one to read. The first failure opens the circuit; from then on
-operations return at once, and a background task looks whether Redis is back, so that no request pays for the probe.
-"""
+"""`redis`: shared by several gateways. What a Redis that hangs or is gone costs is the guard's business."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import ValidationError
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
 
-from gateway.breaker import Breaker, BreakerSettings, State
 from gateway.registry.base import Entry, Registry
-
-T = TypeVar("T")
+from gateway.registry.guard import Guard, OnOp, pool_of
 
 PREFIX = "kvrelay:prefix:"
-MAX_CONNECTIONS = 32
-PROBE_S = 0.25
-CIRCUIT = BreakerSettings(window=1, min_outcomes=1, failure_rate=1.0, open_s=1.0, num_probes=1, num_successes=2)
 
 # Deletes KEYS[1] only while the cache ARGV[1] stands there: another gateway may have filed a fresh one meanwhile.
 FORGET = """
@@ -43,26 +28,17 @@ class RedisRegistry(Registry):
         *,
         timeout_s: float,
         now: Callable[[], float] = time.time,
-        on_op: Callable[[str, str], None] = lambda op, result: None,
+        on_op: OnOp = lambda op, result: None,
     ):
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 1),
-        )
-        self._redis = Redis.from_pool(pool)
-        self._timeout_s = timeout_s
+        self._redis = Redis.from_pool(pool_of(url, timeout_s))
+        self._guard = Guard(lambda: self._redis.ping(), timeout_s=timeout_s, on_op=on_op)
         self._now = now
         self._on_op = on_op
-        self._breaker = Breaker("redis", CIRCUIT)
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._probing: asyncio.Task[None] | None = None
 
     async def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        found = await self._bounded("get", lambda: self._redis.mget([PREFIX + key for key in keys])) if keys else []
+        if not keys:
+            return []
+        found = await self._guard.bounded("get", lambda: self._redis.mget([PREFIX + key for key in keys]))
         return [self._entry(raw) for raw in found] if found else [None] * len(keys)
 
     def _entry(self, raw: bytes | str | None) -> Entry | None:
@@ -79,7 +55,7 @@ class RedisRegistry(Registry):
         lifetimes = {key: int((entry.expires_at - self._now()) * 1000) for key, entry in entries.items()}
         alive = {key: ms for key, ms in lifetimes.items() if ms > 0}
         if alive:
-            await self._bounded("put", lambda: self._put(entries, alive))
+            await self._guard.bounded("put", lambda: self._put(entries, alive))
 
     async def _put(self, entries: Mapping[str, Entry], lifetimes_ms: Mapping[str, int]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -88,65 +64,8 @@ class RedisRegistry(Registry):
             await pipeline.execute()
 
     async def forget(self, key: str, entry: Entry) -> None:
-        await self._bounded("forget", lambda: self._redis.eval(FORGET, 1, PREFIX + key, entry.cache_id))
+        await self._guard.bounded("forget", lambda: self._redis.eval(FORGET, 1, PREFIX + key, entry.cache_id))
 
     async def aclose(self) -> None:
-        if self._probing is not None:
-            self._probing.cancel()
-        await asyncio.gather(*self._tasks, self._probing or asyncio.sleep(0), return_exceptions=True)
+        await self._guard.aclose()
         await self._redis.aclose()
-
-    @property
-    def _is_closed(self) -> bool:
-        """Requests go through a closed circuit only; a half-open one is the probe's."""
-        return self._breaker.state is State.CLOSED
-
-    async def _bounded(self, op: str, call: Callable[[], Awaitable[T]]) -> T | None:
-        """The call's result; None where Redis failed, was late, or is not asked at all."""
-        if not self._is_closed:
-            self._on_op(op, "skipped")
-            return None
-        task = self._spawn(call)
-        await asyncio.wait({task}, timeout=self._timeout_s)
-        if task.done() and task.exception() is None:
-            self._on_op(op, "ok")
-            return task.result()
-        self._failed(op, "error" if task.done() else "timeout")
-        return None
-
-    def _spawn(self, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
-        async def run() -> T:
-            return await call()
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, so that one whose caller went away is not reported as forgotten
-
-    def _failed(self, op: str, result: str) -> None:
-        self._on_op(op, result)
-        if self._is_closed:
-            self._breaker.attempt().end(RedisError(result))
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe())
-
-    async def _probe(self) -> None:
-        """Pings until the circuit is closed again."""
-        while not self._is_closed:
-            await asyncio.sleep(PROBE_S)
-            if self._breaker.admits:
-                await self._ping()
-
-    async def _ping(self) -> None:
-        attempt = self._breaker.attempt()
-        try:
-            await self._redis.ping()
-        except (RedisError, OSError) as error:
-            attempt.end(error)
-        else:
-            attempt.end(None)

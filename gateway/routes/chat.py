@@ -88,6 +88,8 @@ async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
     snapshot: Snapshot = request.state.snapshot
     settings = snapshot.settings
     tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
+    request.state.tenant = tenant.name
+    await snapshot.parts.quotas.admit(tenant)
     reading_at = time.monotonic()
     raw = await read_body(request, settings.deadlines.body_s)
     waited_s = time.monotonic() - reading_at

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.routes.replies import json_reply
+from gateway.routing import check_may_use
 from gateway.snapshot import Snapshot
 
 router = APIRouter()
@@ -15,16 +16,18 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     snapshot: Snapshot = request.state.snapshot
-    snapshot.tenants.authenticate(request.headers.get("authorization"))
-    names = snapshot.parts.fleet.model_names
+    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
+    names = snapshot.parts.fleet.names_of(tenant.tiers)
     return json_reply({"object": "list", "data": [_model(name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
 async def one_model(request: Request, name: str) -> Response:
     snapshot: Snapshot = request.state.snapshot
-    snapshot.tenants.authenticate(request.headers.get("authorization"))
-    snapshot.parts.fleet.named(name)
+    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
+    tier = snapshot.parts.fleet.named(name)
+    if tier is not None:
+        check_may_use(tenant, tier)
     return json_reply(_model(name))
 
 

@@ -110,6 +110,7 @@ async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path
             async with httpx.AsyncClient(base_url=url, timeout=20) as http:
                 small.token_s = 0.01
                 load = asyncio.create_task(keep_asking(http))
+                await eventually(lambda: bool(small.made("chat")), within_s=20)
                 replace(config, {"policy": LARGE})
                 await exported(http, "kvrelay_config_generation 2.0")
                 tiers = await load

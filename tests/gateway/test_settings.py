@@ -85,6 +85,11 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"tenants": {"default": {"api_keys": ["my-key"]}}}, "tenants.default.api_keys.0"),
         ({"tenants": {"default": {"keys": []}}}, "tenants.default.keys: unknown key; known: api_keys"),
         ({"tenants": {"default": {"api_keys": ["a" * 64]}, "b": {"api_keys": ["a" * 64]}}}, "API key: .* stands twice"),
+        (
+            {"tenants": {"default": {}, "b": {"models": ["huge"]}}},
+            "tenants.b.models: unknown model 'huge'; known: fake-large, fake-small, large, small",
+        ),
+        ({"tenants": {"default": {"requests_per_minute": 0}}}, "requests_per_minute: .* greater than or equal to 1"),
         ({"deadlines": {"request_s": 0}}, "deadlines.request_s: .* greater than 0, got 0"),
         ({"limits": {"max_body": 1}}, "limits.max_body: unknown key; known: max_body_bytes"),
         ({"breaker": {"failure_rate": 2}}, "breaker.failure_rate: .* less than or equal to 1, got 2"),

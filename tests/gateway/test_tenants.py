@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.app import create_app
 from gateway.errors import SettingsError
@@ -113,6 +114,65 @@ async def plant(stack: Stack, **changes: str) -> None:
             if entry.tenant == "default" and entry.worker == "small-0":
                 planted = entry.model_copy(update=changes)
                 await raw.set(name, planted.model_dump_json(), px=60_000)
+
+
+LIMITED = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"requests_per_minute": 3}}
+
+
+async def test_a_minute_has_so_many_requests_each_tenant_its_own() -> None:
+    async with in_process(tenants=LIMITED) as stack:
+        for _ in range(3):
+            assert (await ask(stack, "acme")).status_code == 200
+        refused = await ask(stack, "acme")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert refused.json()["error"]["message"] == "more than 3 requests in a minute"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert (await ask(stack, "default")).status_code == 200
+
+
+async def test_tokens_are_counted_when_they_are_known() -> None:
+    tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"tokens_per_minute": 700}}
+    async with in_process(tenants=tenants) as stack:
+        assert (await ask(stack, "acme")).json()["usage"]["total_tokens"] in range(600, 700)
+        assert (await ask(stack, "acme")).status_code == 200, "what is left is enough to begin with"
+        refused = await ask(stack, "acme")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (429, "more than 700 tokens in a minute")
+
+
+ONLY = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["fake-large"]}}
+
+
+async def test_a_tenant_uses_the_models_that_it_may() -> None:
+    async with in_process(tenants=ONLY) as stack:
+        assert told(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
+        assert not stack.small.made("prefill"), "the small model does not even read for it"
+        refused = await ask(stack, "acme", model="small")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert "allowed: large" in refused.json()["error"]["message"]
+        assert (await ask(stack, "acme", kvrelay={"max_tier": "small"})).status_code == 400
+        listed = await stack.http.get("/v1/models", headers=key("acme"))
+        assert [model["id"] for model in listed.json()["data"]] == ["auto", "large", "fake-large"]
+        assert (await stack.http.get("/v1/models/small", headers=key("acme"))).status_code == 403
+        assert told(await ask(stack, "default"))["tier"] == "small"
+
+
+async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_prompt(stack: Stack) -> None:
+    with capture_logs() as logged:
+        reply = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})
+    lines = [line for line in logged if line["event"] == "cache_access"]
+    assert [(line["access"], line["worker"]) for line in lines] == [
+        ("written", "small-0"),
+        ("transferred", "large-0"),
+        ("read", "large-0"),
+        ("written", "large-0"),
+    ]
+    assert {line["tenant"] for line in lines} == {"acme"}
+    assert {line["request_id"] for line in lines} == {reply.headers["x-request-id"]}
+    assert lines[1]["source"] == lines[0]["cache_id"] and lines[2]["cache_id"] == lines[1]["cache_id"]
+    (request,) = [line for line in logged if line["event"] == "request"]
+    assert request["tenant"] == "acme"
+    for word in ("word41", text(reply), KEYS["acme"]):
+        assert word not in str(logged)
 
 
 async def test_without_keys_everyone_on_the_loopback_is_the_default_tenant() -> None:
