@@ -1,61 +1,156 @@
-"""Which source layers a target layer is computed from: as few as explain as much on held-out documents."""
+"""Which source layers a target layer is computed from: as few as are about as good as any on held-out documents.
+
+    top        the layers that explain most alone, best first; judged by R²
+    forward    greedily, the one that explains most beside those already taken (see `mappers.forward`); judged by R²
+    attention  both of these, judged by what the target's attention makes of the result (see `mappers.judge`)
+
+How many layers are taken, and with what penalty, is decided on held-out documents as well; then each map is fitted once
+more to all documents.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mappers.collect import Group
-from mappers.errors import CalibrationTooSmall
+from mappers.collect import Block, Group, Wanted
+from mappers.errors import CalibrationTooSmall, MapperError
+from mappers.exact import Target
+from mappers.forward import forward_path
+from mappers.hidden import Projections, projected
+from mappers.judge import Judge
+from mappers.manifest import KINDS
 from mappers.methods import Method, Solution
+from mappers.methods.base import TINY
 
-WORTH = 0.01  # more layers must take at least this share off the unexplained variance
+WORTH = 0.01  # more layers must take at least this share off what is lost
+AUTO = "auto"  # as many layers as pay and as the tokens allow, up to:
+AUTO_LAYERS = 8
+
+Blocks = tuple[Block, ...]
+Outputs = dict[Target, Solution]
+Way = Callable[[Method, Group, int], list[list[Blocks]]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The source layers of one target layer, ascending, with the map from them and its R² on held-out documents."""
+    """The source blocks of one target, ascending, with the map from them, and its R² on held-out documents before these
+    were added to the rest. `error` is what it was chosen by."""
 
-    layers: tuple[int, ...]
+    blocks: Blocks
     solution: Solution
     r2: float
+    error: float
 
 
-def choose_all(method: Method, group: Group, max_layers: int) -> list[Choice]:
-    """A choice for every target of the group."""
-    if group.held_out.count == 0:
-        raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
-    ranking = rank_layers(method, group)
-    most = min(max_layers, group.source.num_layers, method.max_layers or max_layers)
-    return [_choose(method, group, index, ranking[:, index].tolist(), most) for index in range(len(group.targets))]
+class Chooser:
+    """Chooses for the targets of a group. `judge` is needed for the way `attention`, `projections` for targets that are
+    hidden states."""
+
+    def __init__(self, method: Method, way: str, judge: Judge | None = None, projections: Projections | None = None):
+        self._method, self._paths, self._judge, self._projections = method, _way(way), judge, projections
+
+    def choices(self, group: Group, layers: int | str) -> list[Choice]:
+        """A choice for every target, from at most so many source layers. Uses the group up: what was held out is added
+        to the rest."""
+        if group.held_out.count == 0:
+            raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
+        most = AUTO_LAYERS if isinstance(layers, str) else layers
+        paths = self._paths(self._method, group, min(most, group.source.num_layers, self._method.max_layers or most))
+        if layers == AUTO:
+            paths = [self._affordable(group, path) for path in paths]
+        chosen = [
+            best([self._solved(group, index, blocks) for blocks in dict.fromkeys(path)])
+            for index, path in enumerate(paths)
+        ]
+        group.train.merge(group.held_out)
+        return [self._refitted(group, index, choice) for index, choice in enumerate(chosen)]
+
+    def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
+        """The keys and values that a solution gives."""
+        kind, layer = wanted
+        if kind != "hidden":
+            return {(kind, layer): solution}
+        assert self._projections is not None
+        return {(kind, layer): projected(solution, self._projections[layer][kind]) for kind in KINDS}
+
+    def _affordable(self, group: Group, path: list[Blocks]) -> list[Blocks]:
+        """Those that there are enough tokens for; the smallest in any case."""
+        width = group.source.width
+
+        def needed(blocks: Blocks) -> int:
+            return self._method.tokens_needed(len(blocks) * width, group.layout)
+
+        return [blocks for blocks in path if needed(blocks) <= group.train.effective] or [min(path, key=len)]
+
+    def _solved(self, group: Group, index: int, blocks: Blocks) -> Choice:
+        features, targets = group.features(blocks), group.outputs(index)
+        held_out = group.held_out.select(features, targets)
+        solution = self._method.solve(group.train.select(features, targets), group.layout, held_out)
+        r2 = solution.r2(held_out)
+        error = self._judge.error(blocks, self.outputs(group.targets[index], solution)) if self._judge else 1 - r2
+        return Choice(blocks, solution, r2, error)
+
+    def _refitted(self, group: Group, index: int, choice: Choice) -> Choice:
+        everything = group.train.select(group.features(choice.blocks), group.outputs(index))
+        return replace(choice, solution=self._method.refit(choice.solution, everything, group.layout))
 
 
-def rank_layers(method: Method, group: Group) -> Tensor:
-    """Held-out R² of each source layer alone, (source layers, targets): one solve a source layer serves all targets."""
+def best(choices: Sequence[Choice]) -> Choice:
+    """Of those that are about as good as any, one from the fewest blocks, and of these the best."""
+    least = min(choice.error for choice in choices)
+    good = [choice for choice in choices if choice.error <= (1 + WORTH) * least + 1e-12]
+    return min(good, key=lambda choice: (len(choice.blocks), choice.error))
+
+
+def check_way(way: str) -> None:
+    """Raise `MapperError` unless there is such a way to choose."""
+    _way(way)
+
+
+def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
+    """Held-out R² of each candidate alone, (candidates, targets): one solve serves all targets."""
     everything = torch.arange(group.train.num_targets, device=group.train.xx.device)
     rows = []
-    for layer in range(group.source.num_layers):
-        features = group.features([layer])
+    for blocks in candidates:
+        features = group.features(blocks)
         held_out = group.held_out.select(features, everything)
-        lost = method.solve(group.train.select(features, everything), held_out).lost(held_out)
-        rows.append(1 - _a_target(lost, group) / _a_target(held_out.yy, group).clamp_min(1e-300))
+        lost = method.rough.solve(group.train.select(features, everything), group.layout, held_out).lost(held_out)
+        rows.append(1 - _a_target(lost, group) / _a_target(held_out.yy, group).clamp_min(TINY))
     return torch.stack(rows)
 
 
-def _choose(method: Method, group: Group, index: int, r2_alone: list[float], most: int) -> Choice:
-    ranked = sorted(range(len(r2_alone)), key=lambda layer: -r2_alone[layer])
-    choices = [_solved(method, group, index, tuple(sorted(ranked[:k]))) for k in range(1, most + 1)]
-    least_lost = min(1 - choice.r2 for choice in choices)
-    return next(choice for choice in choices if 1 - choice.r2 <= (1 + WORTH) * least_lost + 1e-12)
+def _top(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+    layers = [tuple((kind, layer) for kind in group.kinds) for layer in range(group.source.num_layers)]
+    best_first = rank(method, group, layers).argsort(stable=True, dim=0, descending=True).T.tolist()
+    return [[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)] for order in best_first]
 
 
-def _solved(method: Method, group: Group, index: int, layers: tuple[int, ...]) -> Choice:
-    features, targets = group.features(layers), group.outputs(index)
-    held_out = group.held_out.select(features, targets)
-    solution = method.solve(group.train.select(features, targets), held_out)
-    return Choice(layers, solution, solution.r2(held_out))
+def _forward(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+    """Where features join keys and values, each kind of a layer is taken for itself; in all as many as with `top`."""
+    alone = rank(method, group, [(block,) for block in group.blocks])
+    most *= len(group.kinds)
+    return [forward_path(group, index, alone[:, index], most) for index in range(len(group.targets))]
+
+
+def _both(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+    return [a + b for a, b in zip(_top(method, group, most), _forward(method, group, most), strict=True)]
+
+
+WAYS: dict[str, Way] = {"top": _top, "forward": _forward, "attention": _both}
+
+
+def _way(name: str) -> Way:
+    if name not in WAYS:
+        raise MapperError(f"unknown way to choose {name!r}; known: {', '.join(sorted(WAYS))}")
+    return WAYS[name]
+
+
+def _joined(parts: Sequence[Blocks]) -> Blocks:
+    return tuple(sorted(block for part in parts for block in part))
 
 
 def _a_target(per_column: Tensor, group: Group) -> Tensor:

@@ -7,65 +7,120 @@ how many, and with what penalty are then linear algebra on sub-blocks, with no s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mappers.attention import watched
 from mappers.cache import KVCache, KVGeometry
+from mappers.checkpoint import Checkpoint, Saved
 from mappers.errors import CalibrationTooSmall
 from mappers.exact import CopyFinder, Target
+from mappers.hidden import check_projections, listened, projections
 from mappers.manifest import KINDS, Kind
-from mappers.models import read
+from mappers.methods import Layout
+from mappers.models import geometry_of, read
 from mappers.rope import Rope
 from mappers.stats import Moments
+from mappers.weighting import EFFECTIVE_SHARE, Received, Weighting, shrunk
 
 HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
+SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents, and tokens of each, that are kept to be read again
 
+Block = tuple[Kind, int]  # a source layer's keys, or its values
+Wanted = tuple[Literal["keys", "values", "hidden"], int]  # of a target layer: keys, values, what they are made from
 Progress = Callable[[int, int | None], None]  # tokens done, tokens to do if known
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is gathered from the documents.
+
+    `joint`: keys and values are one set of features. `copies`: layers that the models share are passed by. The first
+    `head` tokens of each document count for nothing: they are attention sinks of enormous norm, and are read natively
+    when the map is used. `hidden`: what is to be predicted are the target's normed hidden states, from which it makes
+    its keys and values. For `weighting` and `effective_share` see `mappers.weighting`.
+    """
+
+    joint: bool = False
+    copies: bool = True
+    head: int = 4
+    hidden: bool = False
+    weighting: Weighting = "uniform"
+    effective_share: float = EFFECTIVE_SHARE
+
+    @property
+    def together(self) -> list[tuple[Kind, ...]]:
+        """Kinds of features that serve the same targets."""
+        return [KINDS] if self.joint or self.hidden else [("keys",), ("values",)]
+
+    def wanted(self, kinds: tuple[Kind, ...], num_layers: int, copies: dict[Target, int]) -> list[Wanted]:
+        """What is to be predicted from features of these kinds."""
+        layers = range(num_layers)
+        if self.hidden:
+            return [("hidden", i) for i in layers if not all((kind, i) in copies for kind in KINDS)]
+        return [(kind, i) for kind in kinds for i in layers if (kind, i) not in copies]
+
+
+@dataclass(frozen=True)
+class States:
+    """What a model makes of a document, the head left out: its cache, normed hidden states of each layer (T, hidden) if
+    asked for, and how much each token counts (T,)."""
+
+    cache: KVCache
+    hidden: dict[int, Tensor]
+    weights: Tensor | None = None
+
+    def rows(self, wanted: Wanted) -> Tensor:
+        """(T, width)."""
+        kind, layer = wanted
+        return self.hidden[layer] if kind == "hidden" else _rows(self.cache.of(kind)[layer])
+
+
 class Group:
-    """Target layers that share their features: `kinds` of all source layers, (kind, layer, head, dim) a column each."""
+    """Targets that share their features: `kinds` of all source layers, (kind, layer, head, dim) a column each."""
 
     def __init__(
-        self, kinds: tuple[Kind, ...], targets: list[Target], source: KVGeometry, target: KVGeometry, device: Any
+        self, kinds: tuple[Kind, ...], targets: Sequence[Wanted], source: KVGeometry, layout: Layout, device: Any
     ):
-        self.kinds, self.targets, self.source, self.target = kinds, targets, source, target
-        sizes = (len(kinds) * source.num_layers * source.width, len(targets) * target.width)
+        self.kinds, self.targets, self.source, self.layout = kinds, list(targets), source, layout
+        self.blocks: list[Block] = [(kind, layer) for kind in kinds for layer in range(source.num_layers)]
+        sizes = (len(self.blocks) * source.width, len(self.targets) * layout.target_width)
         self.train, self.held_out = Moments(*sizes, device), Moments(*sizes, device)
 
-    def features(self, layers: Sequence[int]) -> Tensor:
-        """Columns of these source layers, for each kind in turn; layers ascending."""
+    def features(self, blocks: Sequence[Block]) -> Tensor:
+        """Columns of these blocks, in their order."""
         width = self.source.width
-        starts = [(k * self.source.num_layers + i) * width for k in range(len(self.kinds)) for i in layers]
+        starts = [self.blocks.index(block) * width for block in blocks]
         return torch.cat([torch.arange(s, s + width) for s in starts]).to(self.train.xx.device)
 
     def outputs(self, index: int) -> Tensor:
         """Columns of `targets[index]`."""
-        width = self.target.width
+        width = self.layout.target_width
         return torch.arange(index * width, (index + 1) * width, device=self.train.xx.device)
 
-    def update(self, source: KVCache, target: KVCache, held_out: bool) -> None:
-        """Take in position-free caches of one document."""
-        x = torch.cat([_rows(states) for kind in self.kinds for states in source.of(kind)], dim=1)
-        y = torch.cat([_rows(target.of(kind)[layer]) for kind, layer in self.targets], dim=1)
-        (self.held_out if held_out else self.train).update(x, y)
+    def update(self, source: States, target: States, held_out: bool) -> None:
+        """Take in one document; its keys carry no position."""
+        x = torch.cat([source.rows(block) for block in self.blocks], dim=1)
+        y = torch.cat([target.rows(wanted) for wanted in self.targets], dim=1)
+        (self.held_out if held_out else self.train).update(x, y, target.weights)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """All that is known of the calibration data once it has been read."""
+    """All that is known of the calibration data once it has been read. `sample` is some of what was held out."""
 
     groups: list[Group]
     copies: dict[Target, int]
     num_documents: int
     num_tokens: int
     digest: str
+    sample: list[list[int]]
 
 
 @torch.no_grad()
@@ -73,66 +128,159 @@ def collect(
     models: tuple[Any, Any],
     ropes: tuple[Rope, Rope],
     documents: Iterable[Sequence[int]],
+    reading: Reading,
     *,
-    joint: bool,
-    copies: bool,
-    head: int,
     max_tokens: int | None = None,
     progress: Progress | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Collected:
     """Read documents, up to `max_tokens` tokens, with source and target.
 
-    The first `head` tokens of each count for nothing: they are attention sinks of enormous norm, and are read natively
-    when the map is used.
+    What a `checkpoint` holds is not read again. Raises `CheckpointMismatch` if it holds other documents.
     """
-    # 1. The first document tells which layers are copies, and so what is to be fitted.
-    usable = (list(ids[:MAX_DOCUMENT_TOKENS]) for ids in documents if len(ids) > head + 1)
-    first = next(usable, None)
-    if first is None:
-        raise CalibrationTooSmall(f"no document of more than {head + 1} tokens")
-    theirs, ours = _read_both(models, first, head)
-    finder = CopyFinder(theirs, ours) if copies else None
-    groups = _groups(joint, finder.copies if finder else {}, theirs.geometry, ours.geometry, models[0].device)
+    # 1. Where an earlier run was stopped.
+    stream = _Stream(documents, reading.head)
+    collector = _Collector(models, ropes, reading)
+    saved = checkpoint.load() if checkpoint else None
+    if saved:
+        collector.restore(saved)
+        stream.skip(saved.num_documents)
+        saved.check_documents(stream.digest)
     # 2. Every document adds to the statistics.
-    digest, num_documents, num_tokens = hashlib.sha256(), 0, 0
-    for ids in chain([first], usable):
-        theirs, ours = _read_both(models, ids, head)
-        if finder:
-            finder.update(theirs, ours)
-        theirs, ours = ropes[0].stripped(theirs), ropes[1].stripped(ours)
-        for group in groups:
-            group.update(theirs, ours, held_out=num_documents % HELD_OUT_EVERY == 1)
-        digest.update(len(ids).to_bytes(4, "little") + b"".join(i.to_bytes(4, "little") for i in ids))
-        num_documents, num_tokens = num_documents + 1, num_tokens + len(ids)
-        if progress:
-            progress(num_tokens, max_tokens)
-        if max_tokens is not None and num_tokens >= max_tokens:
+    while max_tokens is None or collector.num_tokens < max_tokens:
+        ids = stream.next()
+        if ids is None:
             break
+        collector.take(ids)
+        if progress:
+            progress(collector.num_tokens, max_tokens)
+        if checkpoint and checkpoint.due:
+            checkpoint.save(collector.saved(stream.digest))
     # 3. What looked like a copy must have been one throughout.
-    if finder:
-        finder.confirm()
-    return Collected(groups, finder.copies if finder else {}, num_documents, num_tokens, digest.hexdigest())
+    collector.finder.confirm()
+    if not collector.num_documents:
+        raise CalibrationTooSmall(f"no document of more than {reading.head + 1} tokens")
+    return Collected(
+        collector.groups,
+        collector.finder.copies,
+        collector.num_documents,
+        collector.num_tokens,
+        stream.digest,
+        stream.sample,
+    )
 
 
-def planned_bytes(source: KVGeometry, target: KVGeometry, joint: bool) -> int:
+def planned_bytes(source: KVGeometry, target: KVGeometry, reading: Reading, hidden_size: int = 0) -> int:
     """Memory that the statistics take at most (layers that turn out to be copies need none)."""
-    parts = 2 if joint else 1
-    features, targets = parts * source.num_layers * source.width, parts * target.num_layers * target.width
-    return 2 * (2 // parts) * Moments.bytes_for(features, targets)
+    needed = 0
+    for kinds in reading.together:
+        wanted = reading.wanted(kinds, target.num_layers, {})
+        width = hidden_size if reading.hidden else target.width
+        needed += 2 * Moments.bytes_for(len(kinds) * source.num_layers * source.width, len(wanted) * width)
+    return needed
 
 
-def _groups(joint: bool, copies: dict[Target, int], source: KVGeometry, target: KVGeometry, device: Any) -> list[Group]:
-    together: list[tuple[Kind, ...]] = [KINDS] if joint else [("keys",), ("values",)]
-    groups = []
-    for kinds in together:
-        targets: list[Target] = [(k, i) for k in kinds for i in range(target.num_layers) if (k, i) not in copies]
-        if targets:
-            groups.append(Group(kinds, targets, source, target, device))
-    return groups
+class _Stream:
+    """The usable documents, one after another."""
+
+    def __init__(self, documents: Iterable[Sequence[int]], head: int):
+        self._rest: Iterator[list[int]] = (list(ids[:MAX_DOCUMENT_TOKENS]) for ids in documents if len(ids) > head + 1)
+        self._digest = hashlib.sha256()
+        self._num_read = 0
+        self.sample: list[list[int]] = []
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all token ids so far."""
+        return self._digest.hexdigest()
+
+    def next(self) -> list[int] | None:
+        ids = next(self._rest, None)
+        if ids is None:
+            return None
+        self._digest.update(len(ids).to_bytes(4, "little") + b"".join(i.to_bytes(4, "little") for i in ids))
+        if is_held_out(self._num_read) and len(self.sample) < SAMPLE_DOCUMENTS:
+            self.sample.append(ids[:SAMPLE_TOKENS])
+        self._num_read += 1
+        return ids
+
+    def skip(self, num_documents: int) -> None:
+        for _ in range(num_documents):
+            self.next()
 
 
-def _read_both(models: tuple[Any, Any], ids: Sequence[int], head: int) -> tuple[KVCache, KVCache]:
-    return read(models[0], ids).slice(head, len(ids)), read(models[1], ids).slice(head, len(ids))
+class _Collector:
+    """The statistics of what was read so far. The first document tells which layers are copies, and so what is to be
+    fitted."""
+
+    def __init__(self, models: tuple[Any, Any], ropes: tuple[Rope, Rope], reading: Reading):
+        self._models, self._ropes, self._reading = models, ropes, reading
+        self.groups: list[Group] = []
+        self.finder = CopyFinder({})
+        self.num_documents = self.num_tokens = 0
+
+    def take(self, ids: list[int]) -> None:
+        theirs, ours = States(read(self._models[0], ids), {}), self._read_target(ids)
+        head = self._reading.head
+        source, target = theirs.cache.slice(head, len(ids)), ours.cache.slice(head, len(ids))
+        if not self.num_documents:
+            if self._reading.copies:
+                self.finder = CopyFinder.of(source, target)
+            self.groups = self._groups(self.finder.copies)
+        self.finder.update(source, target)
+        theirs = States(self._ropes[0].stripped(source), {})
+        hidden = {layer: states[head:] for layer, states in ours.hidden.items()}
+        ours = States(self._ropes[1].stripped(target), hidden, self._weights(ours.weights))
+        if hidden and not self.num_documents:
+            check_projections(projections(self._models[1]), hidden, ours.cache)
+        for group in self.groups:
+            group.update(theirs, ours, is_held_out(self.num_documents))
+        self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
+
+    def saved(self, digest: str) -> Saved:
+        """All of it, to go on from later."""
+        return Saved.of(self.groups_moments(), self.finder, self.num_documents, self.num_tokens, digest)
+
+    def restore(self, saved: Saved) -> None:
+        self.finder = saved.finder()
+        self.groups = self._groups(self.finder.copies)
+        saved.fill(self.groups_moments())
+        self.num_documents, self.num_tokens = saved.num_documents, saved.num_tokens
+
+    def groups_moments(self) -> list[Moments]:
+        return [moments for group in self.groups for moments in (group.train, group.held_out)]
+
+    def _groups(self, copies: dict[Target, int]) -> list[Group]:
+        source, target = (geometry_of(model.config) for model in self._models)
+        layout = Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
+        if self._reading.hidden:
+            layout = Layout(source.num_kv_heads, source.head_dim, 1, self._models[1].config.hidden_size)
+        wanted = [(kinds, self._reading.wanted(kinds, target.num_layers, copies)) for kinds in self._reading.together]
+        device = self._models[0].device
+        return [Group(kinds, targets, source, layout, device) for kinds, targets in wanted if targets]
+
+    def _read_target(self, ids: list[int]) -> States:
+        model = self._models[1]
+        received = Received(len(ids), model.device)
+        hidden: dict[int, Tensor] = {}
+        with ExitStack() as listening:
+            if self._reading.weighting == "attention":
+                listening.enter_context(watched(model, received))
+            if self._reading.hidden:
+                hidden = listening.enter_context(listened(model))
+            cache = read(model, ids)
+        return States(cache, hidden, received.mean())
+
+    def _weights(self, received: Tensor | None) -> Tensor | None:
+        """How much each token behind the head counts."""
+        if received is None or self._reading.weighting == "uniform":
+            return None
+        return shrunk(received[self._reading.head :], self._reading.effective_share)
+
+
+def is_held_out(document: int) -> bool:
+    """Whether the document of this index is kept to choose by."""
+    return document % HELD_OUT_EVERY == 1
 
 
 def _rows(states: Tensor) -> Tensor:

@@ -18,25 +18,30 @@ Target = tuple[Kind, int]
 
 
 class CopyFinder:
-    """Looks for equal layers in the first document, and checks what it found on all that follow."""
+    """Holds what looked equal in the first document against all that follow."""
 
-    def __init__(self, first_source: KVCache, first_target: KVCache):
+    def __init__(self, copies: dict[Target, int]):
+        self.copies = copies
+        self.lost = dict.fromkeys(copies, 0.0)
+        self.power = dict.fromkeys(copies, 0.0)
+
+    @classmethod
+    def of(cls, first_source: KVCache, first_target: KVCache) -> CopyFinder:
+        """Look for equal layers in the caches of a first document."""
         begin = max(0, first_source.num_tokens - SAMPLE_TOKENS)
         end = first_source.num_tokens
-        self.copies = _equal_layers(first_source.slice(begin, end), first_target.slice(begin, end))
-        self._lost = dict.fromkeys(self.copies, 0.0)
-        self._power = dict.fromkeys(self.copies, 0.0)
+        return cls(_equal_layers(first_source.slice(begin, end), first_target.slice(begin, end)))
 
     def update(self, source: KVCache, target: KVCache) -> None:
         for (kind, layer), source_layer in self.copies.items():
             theirs, ours = target.of(kind)[layer], source.of(kind)[source_layer]
-            self._lost[kind, layer] += float((theirs - ours).square().sum())
-            self._power[kind, layer] += float(theirs.square().sum())
+            self.lost[kind, layer] += float((theirs - ours).square().sum())
+            self.power[kind, layer] += float(theirs.square().sum())
 
     def confirm(self) -> None:
         """Raise `MapperError` if a layer that looked equal at first turned out not to be."""
         for (kind, layer), source_layer in self.copies.items():
-            error = (self._lost[kind, layer] / max(self._power[kind, layer], 1e-300)) ** 0.5
+            error = (self.lost[kind, layer] / max(self.power[kind, layer], 1e-300)) ** 0.5
             if error > TOLERANCE:
                 raise MapperError(
                     f"the {kind} of target layer {layer} looked like those of source layer {source_layer}, but differ "

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mappers import methods
 from mappers.bundle import seal
-from mappers.choose import choose_all
-from mappers.collect import Collected, Progress, collect
+from mappers.checkpoint import EVERY_S, Checkpoint
+from mappers.choose import AUTO, Choice, Chooser, check_way
+from mappers.collect import Collected, Progress, Reading, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
 from mappers.exact import Target
 from mappers.fingerprint import fingerprint, tokenizer_digest, vocabulary_digest
-from mappers.manifest import COPY, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec
+from mappers.hidden import projections
+from mappers.judge import Judge
+from mappers.manifest import COPY, Calibration, Gate, Kind, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
 from mappers.mapper import Mapper, probe_name
 from mappers.models import config_dict, geometry_of, load_model, local_folder
 from mappers.plan import weight_name
 from mappers.rope import Rope
+from mappers.weighting import EFFECTIVE_SHARE, Weighting, check_weighting
 
 DEFAULT_HEAD = 4
 DEFAULT_LAYERS = 4
 LICENCE = "Fitted from the outputs of both models named here; the terms of both apply."
+
+Layers = int | Literal["auto"]
 
 
 def fit(
@@ -35,30 +42,42 @@ def fit(
     documents: Iterable[Sequence[int]],
     *,
     method: str = "ridge",
-    layers: int = DEFAULT_LAYERS,
+    layers: Layers = DEFAULT_LAYERS,
     joint: bool = False,
+    choose: str = "top",
+    weighting: Weighting = "uniform",
+    effective_share: float = EFFECTIVE_SHARE,
     copies: bool = True,
     head: int = DEFAULT_HEAD,
     tokens: int | None = None,
-    precision: Literal["float16", "float32"] = "float16",
+    precision: Precision = "float16",
     data: str = "unnamed",
     gate: Gate | None = None,
     licence: str = LICENCE,
     device: str = "cpu",
+    checkpoint: str | Path | None = None,
+    checkpoint_s: float = EVERY_S,
     progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Mapper:
     """The map from the cache of model `source` to that of `target` (local folders or hub names).
 
     `documents` are token ids; memory does not grow with their number. Each target layer is computed from at most
-    `layers` source layers, keys from keys and values from values, or both from both if `joint`; layers that the two
-    models share are found and passed through, unless `copies` is false. `tokens` bounds how much is read, the first
-    `head` tokens of a document are left out, `options` go to the method. Every eighth document is held out to choose
-    by. Raises `MapperError`s: see `mappers.errors`.
+    `layers` source layers (`auto`: as many as pay and the tokens allow), keys from keys and values from values, or both
+    from both if `joint`, chosen the way `choose` (see `mappers.choose`); layers that the two models share are found and
+    passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
+    much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
+    is held out to choose by.
+    `checkpoint` is a file that is written every `checkpoint_s` seconds and removed at the end; a fit that finds one
+    goes on from there. Raises `MapperError`s: see `mappers.errors`.
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
     _check_settings(layers, head, precision)
+    check_way(choose)
+    check_weighting(weighting, effective_share)
+    reading = Reading(joint, copies, head, chosen_method.predicts_hidden, weighting, effective_share)
     # 2. The two models, which must read the same tokens.
     folders = local_folder(source), local_folder(target)
     vocabularies = {vocabulary_digest(folder) for folder in folders} - {None}
@@ -66,20 +85,32 @@ def fit(
         raise TokenizerMismatch(f"{source} and {target} have different tokenizers; a map needs the same token ids")
     models = load_model(folders[0], device), load_model(folders[1], device)
     cards = _card(str(source), folders[0], models[0]), _card(str(target), folders[1], models[1])
-    _check_tokens(chosen_method, cards[0], min(layers, chosen_method.max_layers or layers), joint, tokens)
+    _check_tokens(chosen_method, cards, layers, reading, tokens)
     ropes = Rope.of(models[0]), Rope.of(models[1])
+    projected_by = projections(models[1]) if reading.hidden else None
     # 3. Statistics of the documents.
-    collected = collect(
-        models, ropes, documents, joint=joint, copies=copies, head=head, max_tokens=tokens, progress=progress
-    )
+    file = None
+    if checkpoint:
+        pair = {"source": cards[0].fingerprint, "target": cards[1].fingerprint}
+        file = Checkpoint(checkpoint, {**pair, **asdict(reading), "tokens": tokens}, checkpoint_s)
+    collected = collect(models, ropes, documents, reading, max_tokens=tokens, progress=progress, checkpoint=file)
     # 4. A choice of source layers and weights for every target layer.
-    outputs, weights = _solve(chosen_method, collected, layers, getattr(torch, precision))
+    judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
+    chooser = Chooser(chosen_method, choose, judge, projected_by)
+    outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, say)
     # 5. The bundle.
     manifest = Manifest(
         source=cards[0],
         target=cards[1],
         method=method,
-        options={"layers": layers, "joint": joint, **options},
+        options={
+            "layers": layers,
+            "joint": joint,
+            "choose": choose,
+            "weighting": weighting,
+            **({"effective_share": effective_share} if weighting != "uniform" else {}),
+            **options,
+        },
         layers=tuple(
             LayerSpec(keys=outputs["keys", i], values=outputs["values", i]) for i in range(cards[1].num_layers)
         ),
@@ -97,7 +128,10 @@ def fit(
         licence=licence,
     )
     probes = {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    return seal(manifest, {**weights, **probes}, device)
+    mapper = seal(manifest, {**weights, **probes}, device)
+    if file:
+        file.clear()
+    return mapper
 
 
 def tool_version() -> str:
@@ -109,22 +143,41 @@ def tool_version() -> str:
 
 
 def _solve(
-    method: methods.Method, collected: Collected, max_layers: int, dtype: torch.dtype
+    chooser: Chooser,
+    method: str,
+    collected: Collected,
+    layers: Layers,
+    precision: Precision,
+    say: Callable[[str], None] | None,
 ) -> tuple[dict[Target, OutputSpec], dict[str, Tensor]]:
     outputs = {target: _copied(target, layer) for target, layer in collected.copies.items()}
     weights: dict[str, Tensor] = {}
     for group in collected.groups:
-        for (kind, layer), choice in zip(group.targets, choose_all(method, group, max_layers), strict=True):
-            outputs[kind, layer] = OutputSpec(
-                method=method.name,
-                key_layers=choice.layers if "keys" in group.kinds else (),
-                value_layers=choice.layers if "values" in group.kinds else (),
-                ridge=choice.solution.ridge,
-                r2=round(choice.r2, 6),
-            )
-            weights[weight_name(layer, kind, "weight")] = _cast(choice.solution.weight, dtype)
-            weights[weight_name(layer, kind, "bias")] = _cast(choice.solution.bias, torch.float32)
+        if say:
+            say(f"choosing source layers for {len(group.targets)} outputs from {' and '.join(group.kinds)}")
+        for wanted, choice in zip(group.targets, chooser.choices(group, layers), strict=True):
+            for (kind, layer), solution in chooser.outputs(wanted, choice.solution).items():
+                if (kind, layer) not in collected.copies:
+                    outputs[kind, layer] = _described(method, choice, solution)
+                    weights |= _stored(layer, kind, solution, precision)
     return outputs, weights
+
+
+def _described(method: str, choice: Choice, solution: methods.Solution) -> OutputSpec:
+    return OutputSpec(
+        method=method,
+        key_layers=tuple(layer for kind, layer in choice.blocks if kind == "keys"),
+        value_layers=tuple(layer for kind, layer in choice.blocks if kind == "values"),
+        ridge=solution.ridge,
+        r2=round(choice.r2, 6),
+        **solution.structure(),
+    )
+
+
+def _stored(layer: int, kind: Kind, solution: methods.Solution, precision: Precision) -> dict[str, Tensor]:
+    dtype = getattr(torch, precision)
+    parts = {weight_name(layer, kind, part): _cast(tensor, dtype) for part, tensor in solution.parts().items()}
+    return {**parts, weight_name(layer, kind, "bias"): _cast(solution.bias, torch.float32)}
 
 
 def _copied(target: Target, layer: int) -> OutputSpec:
@@ -154,17 +207,22 @@ def _card(name: str, folder: Path, model: Any) -> ModelCard:
     )
 
 
-def _check_settings(layers: int, head: int, precision: str) -> None:
-    if layers < 1:
-        raise MapperError(f"layers is {layers}; allowed: 1 and more")
+def _check_settings(layers: Layers, head: int, precision: str) -> None:
+    if layers != AUTO and (isinstance(layers, str) or layers < 1):
+        raise MapperError(f"layers is {layers}; allowed: 1 and more, {AUTO}")
     if head < 0:
         raise MapperError(f"head is {head}; allowed: 0 and more")
-    if precision not in ("float16", "float32"):
-        raise MapperError(f"unknown precision {precision!r}; allowed: float16, float32")
+    if precision not in get_args(Precision):
+        raise MapperError(f"unknown precision {precision!r}; allowed: {', '.join(get_args(Precision))}")
 
 
-def _check_tokens(method: methods.Method, source: ModelCard, layers: int, joint: bool, tokens: int | None) -> None:
-    features = min(layers, source.num_layers) * source.geometry.width * (2 if joint else 1)
-    needed = method.tokens_needed(features)
+def _check_tokens(
+    method: methods.Method, cards: tuple[ModelCard, ModelCard], layers: Layers, reading: Reading, tokens: int | None
+) -> None:
+    source, target = cards[0].geometry, cards[1].geometry
+    most = 1 if isinstance(layers, str) else min(layers, source.num_layers, method.max_layers or layers)
+    features = most * source.width * len(reading.together[0])
+    layout = methods.Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
+    needed = method.tokens_needed(features, layout)
     if tokens is not None and tokens < needed:
         raise CalibrationTooSmall(f"{tokens} tokens for {features} features; at least {needed} are needed")

@@ -18,7 +18,13 @@ DEFAULT_MIN_TOP1 = 0.80
 NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
 
 Kind = Literal["keys", "values"]
+Precision = Literal["float16", "float32"]
 KINDS: tuple[Kind, Kind] = ("keys", "values")
+
+
+def _is_unset(value: Any) -> bool:
+    """Fields that came later are left out where they say nothing, so that a bundle from before keeps its id."""
+    return not value
 
 
 class Frozen(BaseModel):
@@ -45,12 +51,16 @@ class ModelCard(Frozen):
 class OutputSpec(Frozen):
     """Where one target layer's keys (or values) come from: source layers' keys, source layers' values, or both.
 
-    Method `copy` passes one source layer through and stores no weights. `r2` is that on held-out documents.
+    Method `copy` passes one source layer through and stores no weights. Others store a matrix from the blocks of
+    features (the key layers, then the value layers) to the layer: whole, or with a `rank` as two factors, or with
+    `heads` by target head, from one source head of every block. `r2` is that on held-out documents.
     """
 
     method: str
     key_layers: tuple[int, ...] = ()
     value_layers: tuple[int, ...] = ()
+    rank: int | None = Field(default=None, exclude_if=_is_unset)
+    heads: tuple[tuple[int, ...], ...] = Field(default=(), exclude_if=_is_unset)
     ridge: float | None = None
     r2: float | None = None
 
@@ -151,7 +161,7 @@ class Manifest(Frozen):
     method: str
     options: dict[str, Any] = Field(default_factory=dict)
     layers: tuple[LayerSpec, ...]
-    precision: Literal["float16", "float32"]
+    precision: Precision
     calibration: Calibration
     evaluation: Evaluation | None = None
     gate: Gate | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from mappers.cache import KVCache
 from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch
 from mappers.manifest import COPY, KINDS, Gate, Manifest
-from mappers.plan import Workspace, features_of, outputs_of
+from mappers.plan import Workspace, outputs_of
 from mappers.rope import TOLERANCE, Rope
 
 Sink = Callable[[int, Tensor, Tensor], None]
@@ -26,7 +26,6 @@ class Mapper:
         self.weights = dict(weights)
         self.device = torch.device(device)
         self.source_rope, self.target_rope = ropes_of(manifest, weights)
-        self._features = features_of(manifest)
         self._outputs = outputs_of(manifest, {name: tensor.to(self.device) for name, tensor in weights.items()})
         self._local = threading.local()
 
@@ -98,8 +97,7 @@ class Mapper:
 
     def _workspace(self) -> Workspace:
         if not hasattr(self._local, "workspace"):
-            source, target = self.manifest.source.geometry, self.manifest.target.geometry
-            self._local.workspace = Workspace(self._features, source, target, self.device)
+            self._local.workspace = Workspace(self.manifest, self.device)
         workspace: Workspace = self._local.workspace
         return workspace
 

@@ -5,19 +5,21 @@
     target layer t:  out (T, W) = bias + Σ over runs of neighbouring blocks: features[:, run] @ weight
                      keys: RoPE applied;  both handed out as (H, T, D) views of token-major memory
 
-Neighbouring source layers are one matmul on a slice, so features are never gathered. Scratch is bounded by the chunk.
+Neighbouring source layers are one matmul on a slice, so features are never gathered. A factored weight is two thin
+matmuls, one matched by heads is small ones, from a source head's columns to a target head's. Scratch is bounded by the
+chunk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache, KVGeometry
+from mappers.cache import KVCache
 from mappers.errors import BundleCorrupt
 from mappers.manifest import COPY, KINDS, Kind, Manifest
 from mappers.rope import Factors, Rope, inverse, rotate
@@ -29,8 +31,9 @@ Features = Mapping[Kind, Sequence[int]]  # the source layers that stand in the f
 class Workspace:
     """Scratch of one thread, reused from chunk to chunk and grown when a longer one comes."""
 
-    def __init__(self, features: Features, source: KVGeometry, target: KVGeometry, device: torch.device):
-        self._features, self._source, self._target = features, source, target
+    def __init__(self, manifest: Manifest, device: torch.device):
+        self._features, self._rank = features_of(manifest), rank_of(manifest)
+        self._source, self._target = manifest.source.geometry, manifest.target.geometry
         self._device = device
         self._num_tokens = 0
         self._buffers: dict[str, Tensor] = {}
@@ -57,6 +60,7 @@ class Workspace:
             self._buffers[f"{kind}.features"] = empty(blocks * source.num_kv_heads, source.head_dim)
             self._buffers[f"{kind}.out"] = empty(target.num_kv_heads, target.head_dim)
         self._buffers["rotated"] = empty(target.num_kv_heads, target.head_dim)
+        self._buffers["inner"] = torch.empty(num_tokens, self._rank, device=self._device)
         self._num_tokens = num_tokens
 
 
@@ -90,6 +94,10 @@ class Chunk:
         """(T, W): where a target layer's output of this kind is written."""
         return self._buffers[f"{kind}.out"].flatten(1)
 
+    def inner(self, rank: int) -> Tensor:
+        """(T, rank): what stands between two factors."""
+        return self._buffers["inner"][:, :rank]
+
     def finished(self, kind: Kind, layer: int) -> Tensor:
         """What `out` holds as a target layer's cache wants it: (H, T, D), keys with RoPE."""
         states = self._buffers[f"{kind}.out"]
@@ -117,12 +125,20 @@ class Copied(Output):
 
 @dataclass(frozen=True)
 class Run:
-    """Columns `[begin, end)` of one feature matrix, times `weight` (end - begin, W)."""
+    """Columns `[begin, end)` of one feature matrix, times `weight` (end - begin, w), for columns `[at, at + w)` of a
+    matrix; plus `bias` (w,), or without one to what stands there already."""
 
     kind: Kind
     begin: int
     end: int
     weight: Tensor
+    at: int = 0
+    bias: Tensor | None = None
+
+    def add_to(self, out: Tensor, chunk: Chunk) -> None:
+        part = out[:, self.at : self.at + self.weight.shape[1]]
+        addend = part if self.bias is None else self.bias
+        torch.addmm(addend, chunk.features(self.kind)[:, self.begin : self.end], self.weight, out=part)
 
 
 @dataclass(frozen=True)
@@ -130,13 +146,29 @@ class Linear(Output):
     kind: Kind
     layer: int  # of the target
     runs: tuple[Run, ...]
-    bias: Tensor  # (W,)
 
     def of(self, chunk: Chunk) -> Tensor:
         out = chunk.out(self.kind)
-        addend = self.bias
         for run in self.runs:
-            addend = torch.addmm(addend, chunk.features(run.kind)[:, run.begin : run.end], run.weight, out=out)
+            run.add_to(out, chunk)
+        return chunk.finished(self.kind, self.layer)
+
+
+@dataclass(frozen=True)
+class Factored(Output):
+    """`runs` lead to (T, r), and `up` (r, W) from there."""
+
+    kind: Kind
+    layer: int  # of the target
+    runs: tuple[Run, ...]
+    up: Tensor
+    bias: Tensor  # (W,)
+
+    def of(self, chunk: Chunk) -> Tensor:
+        inner = chunk.inner(len(self.up))
+        for run in self.runs:
+            run.add_to(inner, chunk)
+        torch.addmm(self.bias, inner, self.up, out=chunk.out(self.kind))
         return chunk.finished(self.kind, self.layer)
 
 
@@ -149,6 +181,11 @@ def features_of(manifest: Manifest) -> Features:
                 needed["keys"].update(spec.key_layers)
                 needed["values"].update(spec.value_layers)
     return {kind: sorted(layers) for kind, layers in needed.items()}
+
+
+def rank_of(manifest: Manifest) -> int:
+    """The largest rank of a factored output."""
+    return max(spec.of(kind).rank or 0 for spec in manifest.layers for kind in KINDS)
 
 
 def outputs_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> list[tuple[Output, Output]]:
@@ -164,18 +201,44 @@ def weight_name(layer: int, kind: Kind, part: str) -> str:
 class _OutputMaker:
     def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor]):
         self._manifest, self._weights = manifest, weights
+        self._source, self._target = manifest.source.geometry, manifest.target.geometry
         self._features = features_of(manifest)
 
     def make(self, layer: int, kind: Kind) -> Output:
         spec = self._manifest.layers[layer].of(kind)
         if spec.method == COPY:
             return Copied(kind, *(spec.key_layers if kind == "keys" else spec.value_layers))
-        width_in, width_out = self._manifest.source.geometry.width, self._manifest.target.geometry.width
         blocks: list[Block] = [("keys", self._features["keys"].index(i)) for i in spec.key_layers]
         blocks += [("values", self._features["values"].index(i)) for i in spec.value_layers]
-        weight = self._tensor(weight_name(layer, kind, "weight"), (len(blocks) * width_in, width_out))
-        bias = self._tensor(weight_name(layer, kind, "bias"), (width_out,))
-        return Linear(kind, layer, tuple(_runs(blocks, weight, width_in)), bias)
+        bias = self._tensor(weight_name(layer, kind, "bias"), (self._target.width,))
+        name = weight_name(layer, kind, "weight")
+        width_in = self._source.width
+        if spec.heads:
+            return Linear(kind, layer, tuple(self._head_runs(name, blocks, spec.heads, bias)))
+        if spec.rank is None:
+            weight = self._tensor(name, (len(blocks) * width_in, self._target.width))
+            return Linear(kind, layer, tuple(_runs(blocks, weight, width_in, bias)))
+        down = self._tensor(name, (len(blocks) * width_in, spec.rank))
+        up = self._tensor(weight_name(layer, kind, "up"), (spec.rank, self._target.width))
+        return Factored(kind, layer, tuple(_runs(blocks, down, width_in, down.new_zeros(spec.rank))), up, bias)
+
+    def _head_runs(
+        self, name: str, blocks: list[Block], heads: tuple[tuple[int, ...], ...], bias: Tensor
+    ) -> Iterator[Run]:
+        """For every target head, the matched source head's columns of each block."""
+        source, target = self._source, self._target
+        if len(heads) != target.num_kv_heads or any(len(chosen) != len(blocks) for chosen in heads):
+            raise BundleCorrupt(f"{name}: heads {heads}; need {len(blocks)} for each of {target.num_kv_heads}")
+        if any(not 0 <= head < source.num_kv_heads for chosen in heads for head in chosen):
+            raise BundleCorrupt(f"{name}: heads {heads}; the source has {source.num_kv_heads}")
+        weight = self._tensor(name, (len(heads), len(blocks) * source.head_dim, target.head_dim))
+        for index, chosen in enumerate(heads):
+            at = index * target.head_dim
+            rows = weight[index].tensor_split(len(blocks))
+            for row, (kind, block), head in zip(rows, blocks, chosen, strict=True):
+                begin = block * source.width + head * source.head_dim
+                first = row is rows[0]
+                yield Run(kind, begin, begin + source.head_dim, row, at, bias[at : at + len(row[0])] if first else None)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self._weights.get(name)
@@ -191,13 +254,13 @@ def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:
     return [shaped[table] for table in rope.tables]
 
 
-def _runs(blocks: list[Block], weight: Tensor, width: int) -> list[Run]:
-    """Feature blocks with their rows of `weight`, neighbours joined."""
+def _runs(blocks: list[Block], weight: Tensor, width: int, bias: Tensor) -> list[Run]:
+    """Feature blocks with their rows of `weight`, neighbours joined; the first brings the bias."""
     runs: list[Run] = []
     for row, (kind, block) in enumerate(blocks):
         begin, end, first = block * width, (block + 1) * width, row * width
         if runs and runs[-1].kind == kind and runs[-1].end == begin:
             begin = runs.pop().begin
             first = (row + 1) * width - (end - begin)
-        runs.append(Run(kind, begin, end, weight[first : (row + 1) * width]))
+        runs.append(Run(kind, begin, end, weight[first : (row + 1) * width], bias=None if runs else bias))
     return runs

@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from mappers import methods
 from mappers.bundle import save
-from mappers.collect import planned_bytes
+from mappers.choose import AUTO, WAYS
+from mappers.collect import Reading, planned_bytes
 from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
 from mappers.errors import MapperError
 from mappers.families import find_family
 from mappers.fingerprint import read_config
 from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, fit
-from mappers.manifest import Gate, Manifest
+from mappers.manifest import Gate, Manifest, Precision
 from mappers.models import geometry_of, local_folder
+from mappers.weighting import EFFECTIVE_SHARE, Weighting
 
 DEFAULT_TOKENS = 100_000
 
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             method=options.method,
             layers=options.layers,
             joint=options.joint,
+            choose=options.choose,
+            weighting=options.weighting,
+            effective_share=options.effective_share,
             head=options.head,
             tokens=options.tokens,
             precision=options.precision,
@@ -44,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             gate=_gate(options),
             device=options.device,
             progress=Meter("tokens"),
+            say=say,
+            **({} if options.rank is None else {"rank": options.rank}),
         )
         print(_described(save(mapper, out).manifest))
         print(f"written to {out}")
@@ -61,14 +68,29 @@ def _parser() -> argparse.ArgumentParser:
     add_pair_options(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where the bundle goes (default: the family's own place)")
     parser.add_argument("--method", default="ridge", help=f"one of {', '.join(sorted(methods.METHODS))}")
-    parser.add_argument("--layers", type=int, default=DEFAULT_LAYERS, help="source layers a target layer, at most")
+    parser.add_argument(
+        "--layers", type=_layers, default=DEFAULT_LAYERS, help="source layers a target layer, at most, or auto"
+    )
+    parser.add_argument("--rank", type=int, help="of method lowrank (default: each output's own)")
     parser.add_argument("--joint", action="store_true", help="compute keys from keys and values, and values as well")
+    parser.add_argument("--choose", default="top", help=f"how source layers are chosen: {', '.join(sorted(WAYS))}")
+    parser.add_argument("--weighting", default="uniform", help=f"of tokens: {', '.join(get_args(Weighting))}")
+    parser.add_argument(
+        "--effective-share",
+        type=float,
+        default=EFFECTIVE_SHARE,
+        help="weights are shrunk until tokens tell as much as this share of equal ones (default %(default)s)",
+    )
     parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="tokens to read (default %(default)s)")
     parser.add_argument("--head", type=int, default=DEFAULT_HEAD, help="first tokens that are left out of the fit")
-    parser.add_argument("--precision", choices=("float16", "float32"), default="float16", help="of the stored weights")
+    parser.add_argument("--precision", choices=get_args(Precision), default="float16", help="of the stored weights")
     parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
     parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
     return parser
+
+
+def _layers(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:
@@ -81,8 +103,10 @@ def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:
 
 
 def _plan(pair: Pair, options: argparse.Namespace) -> str:
-    source, target = (geometry_of(read_config(local_folder(name))) for name in (pair.source, pair.target))
-    needed = planned_bytes(source, target, options.joint)
+    configs = [read_config(local_folder(name)) for name in (pair.source, pair.target)]
+    source, target = map(geometry_of, configs)
+    reading = Reading(options.joint, hidden=methods.get(options.method).predicts_hidden)
+    needed = planned_bytes(source, target, reading, configs[1].get("hidden_size", 0))
     return (
         f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
         f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {needed / 1e9:.1f} GB beside the models"

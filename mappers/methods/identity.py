@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mappers.errors import GeometryMismatch
-from mappers.methods.base import Method, Solution
+from mappers.methods.base import Layout, Method, Solution
 from mappers.stats import Moments
 
 
@@ -18,10 +18,10 @@ class Identity(Method):
     name = "identity"
     max_layers = 1
 
-    def solve(self, train: Moments, held_out: Moments | None = None) -> Solution:
-        if train.num_targets % train.num_features:
+    def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
+        if train.num_features != layout.target_width:
             raise GeometryMismatch(
-                f"identity maps {train.num_features} features to as many; the target has {train.num_targets}"
+                f"identity maps {train.num_features} features to as many; the target has {layout.target_width}"
             )
         eye = torch.eye(train.num_features, dtype=torch.float64, device=train.xx.device)
         return Solution(eye.repeat(1, train.num_targets // train.num_features), torch.zeros_like(train.mean_y))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from mappers.errors import CalibrationTooSmall, RankDeficient
-from mappers.methods.base import Method, Solution
+from mappers.errors import CalibrationTooSmall, MapperError, RankDeficient
+from mappers.methods.base import Layout, Method, Solution
 from mappers.stats import Moments
 
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 SMALLEST_PIVOT = 1e-14  # of a Gram with unit diagonal: below, a feature is the sum of others to float64's last bits
 
 
@@ -27,33 +28,60 @@ class Ridge(Method):
 
     name = "ridge"
 
-    def __init__(self, ridges: Sequence[float] = (1e-4, 1e-3, 1e-2, 1e-1), tokens_per_feature: float = 4.0):
+    def __init__(self, ridges: Sequence[float] = RIDGES, tokens_per_feature: float = 4.0):
+        if not ridges or min(ridges) < 0:
+            raise MapperError(f"ridges are {tuple(ridges)}; allowed: one and more, each 0 and more")
         self.ridges = tuple(ridges)
         self.tokens_per_feature = tokens_per_feature
 
-    def solve(self, train: Moments, held_out: Moments | None = None) -> Solution:
-        needed = self.tokens_needed(train.num_features)
-        if train.count < needed:
-            raise CalibrationTooSmall(
-                f"{train.count} tokens for {train.num_features} features; at least {needed} are needed "
-                f"(more data, or fewer source layers)"
-            )
+    def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
+        self.check_tokens(train, self.tokens_needed(train.num_features, layout))
         gram = train.gram()
-        if held_out is None or len(self.ridges) == 1:
-            return self._solved(train, gram, self.ridges[len(self.ridges) // 2])
-        return max((self._solved(train, gram, ridge) for ridge in self.ridges), key=lambda s: s.r2(held_out))
+        return self.best((self._solved(train, gram, ridge) for ridge in self.candidates(held_out)), held_out)
 
-    def tokens_needed(self, num_features: int) -> int:
+    def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
+        return self._solved(moments, moments.gram(), solution.ridge or 0.0)
+
+    def tokens_needed(self, num_features: int, layout: Layout) -> int:
         return round(self.tokens_per_feature * num_features)
 
+    @staticmethod
+    def check_tokens(train: Moments, needed: int) -> None:
+        """Raise `CalibrationTooSmall` for fewer tokens than are needed."""
+        if train.effective < needed * (1 - 1e-9):
+            raise CalibrationTooSmall(
+                f"{train.effective:.0f} tokens for {train.num_features} features; at least {needed} are needed "
+                f"(more data, or fewer source layers)"
+            )
+
+    def candidates(self, held_out: Moments | None) -> tuple[float, ...]:
+        """The penalties to try: all where there is something to choose by, else the middle one."""
+        return self.ridges if held_out is not None else (self.ridges[len(self.ridges) // 2],)
+
+    @staticmethod
+    def best(solutions: Iterable[Solution], held_out: Moments | None) -> Solution:
+        """The best on held-out moments; the only one where there are none."""
+        found = list(solutions)
+        return found[0] if held_out is None else max(found, key=lambda solution: solution.r2(held_out))
+
     def _solved(self, train: Moments, gram: Tensor, ridge: float) -> Solution:
-        diagonal = gram.diagonal()
-        penalised = gram + torch.diag(torch.full_like(diagonal, ridge * float(diagonal.mean())))
-        weight = _cholesky_solve(penalised, train.xy)
+        weight = solve_penalised(gram, train.xy, ridge)
         return Solution(weight, train.mean_y - train.mean_x @ weight, ridge)
 
 
-def _cholesky_solve(gram: Tensor, right: Tensor) -> Tensor:
+def solve_penalised(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """(gram + ridge * mean(diag gram) * I)^-1 right. Raises `RankDeficient`."""
+    return cholesky_solve(penalised(gram, ridge), right)
+
+
+def penalised(gram: Tensor, ridge: float) -> Tensor:
+    """gram + ridge * mean(diag gram) * I."""
+    raised = gram.clone()
+    raised.diagonal().add_(ridge * float(gram.diagonal().mean()))
+    return raised
+
+
+def cholesky_solve(gram: Tensor, right: Tensor) -> Tensor:
     """gram^-1 right for a symmetric positive definite `gram`, equilibrated. Raises `RankDeficient`."""
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reciprocal()

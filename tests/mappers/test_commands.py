@@ -145,7 +145,7 @@ def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.Capt
     [
         ([], "--out missing"),
         (["--out", "x", "--source", "s"], "--target, --data missing; without them, name a family"),
-        (["PAIR", "--out", "x", "--method", "rige"], "unknown mapper 'rige'; known: identity, ridge"),
+        (["PAIR", "--out", "x", "--method", "rige"], "unknown mapper 'rige'; known: hidden, identity"),
         (["PAIR", "--out", "x", "--tokens", "10"], "10 tokens for 48 features"),
         (["PAIR", "--out", "x", "--data", "/nonesuch"], "cannot read /nonesuch"),
         (["PAIR", "--out", "x", "--source", "/nonesuch"], "no model at '/nonesuch'"),

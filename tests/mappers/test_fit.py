@@ -18,7 +18,7 @@ from mappers import (
     fit,
     methods,
 )
-from mappers.collect import HELD_OUT_EVERY, collect, planned_bytes
+from mappers.collect import HELD_OUT_EVERY, Reading, collect, planned_bytes
 from mappers.manifest import KINDS
 from mappers.models import geometry_of, load_model, log_probs, read, run
 from mappers.rope import Rope
@@ -139,13 +139,13 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
     documents = random_documents(5, 30)
-    collected = collect(models, ropes, documents, joint=False, copies=True, head=4)
+    collected = collect(models, ropes, documents, Reading())
     for group in collected.groups:
         assert group.train.count + group.held_out.count == 5 * (30 - 4)
         assert group.held_out.count == 26 * len([i for i in range(5) if i % HELD_OUT_EVERY == 1])
     rows = [read(models[0], ids).slice(4, 30).values[2].transpose(0, 1).flatten(1) for ids in documents]
     train = torch.cat([row for i, row in enumerate(rows) if i % HELD_OUT_EVERY != 1]).double()
-    features = collected.groups[1].features([2])
+    features = collected.groups[1].features([("values", 2)])
     torch.testing.assert_close(collected.groups[1].train.mean_x[features], train.mean(0))
 
 
@@ -153,10 +153,11 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
 def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bool) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
-    collected = collect(models, ropes, random_documents(2, 30), joint=joint, copies=False, head=4)
+    reading = Reading(joint=joint, copies=False)
+    collected = collect(models, ropes, random_documents(2, 30), reading)
     moments = [m for group in collected.groups for m in (group.train, group.held_out)]
     taken = sum(Moments.bytes_for(m.num_features, m.num_targets) for m in moments)
-    assert planned_bytes(geometry_of(models[0].config), geometry_of(models[1].config), joint) == taken
+    assert planned_bytes(geometry_of(models[0].config), geometry_of(models[1].config), reading) == taken
 
 
 def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
@@ -167,7 +168,7 @@ def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], doc
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"method": "rige"}, UnknownMethod, "known: identity, ridge"),
+        ({"method": "rige"}, UnknownMethod, "known: hidden, identity"),
         ({"layers": 0}, MapperError, "layers is 0"),
         ({"head": -1}, MapperError, "head is -1"),
         ({"precision": "int8"}, MapperError, "unknown precision 'int8'; allowed: float16, float32"),

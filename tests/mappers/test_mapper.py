@@ -2,25 +2,28 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from mappers import GeometryMismatch, KVCache, Mapper, fit
 from mappers.manifest import KINDS, OutputSpec
 from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
 
 
-@pytest.fixture(scope="module", params=["twin", "sibling", "joint", "float16", "other"])
+@pytest.fixture(scope="module", params=["twin", "sibling", "joint", "float16", "lowrank", "ridge-head"])
 def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     if request.param in ("twin", "sibling"):
         made: Mapper = request.getfixturevalue(f"{request.param}_mapper")
         return made
     precision = "float16" if request.param == "float16" else "float32"
-    return fit(
-        folders["other"], folders["large"], documents, joint=request.param == "joint", layers=2, precision=precision
-    )
+    methods = {"lowrank": {"method": "lowrank", "rank": 5}, "ridge-head": {"method": "ridge-head"}}
+    given: dict[str, Any] = {"layers": 2, "copies": False, **methods.get(request.param, {})}
+    joint = request.param in ("joint", "ridge-head")
+    return fit(folders["other"], folders["large"], documents, joint=joint, precision=precision, **given)
 
 
 def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
@@ -38,13 +41,27 @@ def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
 def one_output(mapper: Mapper, spec: OutputSpec, name: str, cache: KVCache, plain: list[Tensor], kind: str) -> Tensor:
     if spec.method == "copy":
         return cache.keys[spec.key_layers[0]] if kind == "keys" else cache.values[spec.value_layers[0]]
-    weight, bias = mapper.weights[f"{name}.weight"].double(), mapper.weights[f"{name}.bias"].double()
+    weight, bias = whole_weight(mapper, spec, name), mapper.weights[f"{name}.bias"].double()
     rows = []
     for token in range(cache.num_tokens):
         parts = [plain[i][:, token].flatten() for i in spec.key_layers]
         parts += [cache.values[i][:, token].flatten() for i in spec.value_layers]
         rows.append(torch.cat(parts).double() @ weight + bias)
     return torch.stack(rows).float().view(cache.num_tokens, KV_HEADS, HEAD_DIM).transpose(0, 1)
+
+
+def whole_weight(mapper: Mapper, spec: OutputSpec, name: str) -> Tensor:
+    """(p, W) of an output, in whatever form it is stored."""
+    stored = mapper.weights[f"{name}.weight"].double()
+    if spec.rank:
+        return stored @ mapper.weights[f"{name}.up"].double()
+    if not spec.heads:
+        return stored
+    whole = torch.zeros(len(spec.heads[0]), KV_HEADS, HEAD_DIM, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    for target, chosen in enumerate(spec.heads):
+        for block, head in enumerate(chosen):
+            whole[block, head, :, target] = stored[target, block * HEAD_DIM : (block + 1) * HEAD_DIM]
+    return whole.view(-1, KV_HEADS * HEAD_DIM)
 
 
 @pytest.mark.parametrize("start", [0, 4, 400])
@@ -119,3 +136,23 @@ def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
 def test_a_cache_of_another_shape_is_refused(mapper: Mapper) -> None:
     with pytest.raises(GeometryMismatch, match="num_layers=9.*this map takes"):
         mapper.map(random_cache(9, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "share"), [({"method": "lowrank", "rank": 3}, 0.4), ({"method": "ridge-head"}, 0.5)]
+)
+def test_a_structured_map_takes_less_memory_and_fewer_multiplications(
+    folders: dict[str, Path], documents: list[list[int]], options: dict[str, Any], share: float
+) -> None:
+    """Of rank 3, at most 3 * (16 + 16) of 16 * 16 numbers a source layer; matched by heads, one of two heads."""
+    given: dict[str, Any] = {"layers": 2, "joint": False, "precision": "float32", "copies": False}
+    sizes, costs = [], []
+    for method in ({"method": "ridge"}, options):
+        mapper = fit(folders["other"], folders["large"], documents, **given, **method)
+        spec = mapper.manifest.layers[1].keys
+        stored = {name: mapper.weights[name].numel() for name in mapper.weights if name.startswith("layers.1.keys")}
+        sizes.append((sum(stored.values()) - stored["layers.1.keys.bias"]) / len(spec.key_layers))
+        with FlopCounterMode(display=False) as counter:
+            mapper.map(random_cache(3, 10))
+        costs.append(counter.get_total_flops())
+    assert sizes[1] <= share * sizes[0] and costs[1] < costs[0]

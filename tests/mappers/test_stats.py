@@ -22,7 +22,7 @@ def moments_of(x: torch.Tensor, y: torch.Tensor, *sizes: int) -> Moments:
 
 
 def assert_equal(left: Moments, right: Moments) -> None:
-    assert left.count == right.count
+    assert (left.count, left.mass, left.squares) == (right.count, right.mass, right.squares)
     for name in ("mean_x", "mean_y", "xy", "yy"):
         torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(left.gram(), right.gram(), rtol=1e-9, atol=1e-9)
@@ -43,6 +43,31 @@ def test_merged_moments_equal_one_pass() -> None:
     left.merge(right)
     left.merge(Moments(12, 5))
     assert_equal(left, moments_of(x, y, 200))
+
+
+def test_a_weight_is_so_many_rows() -> None:
+    x, y = rows(60, 8, 3)
+    times = torch.randint(1, 4, (60,), generator=torch.Generator().manual_seed(0))
+    weighted, other = Moments(8, 3), Moments(8, 3)
+    weighted.update(x[:40], y[:40], times[:40])
+    other.update(x[40:], y[40:], times[40:])
+    weighted.merge(other)
+    repeated = moments_of(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0), int(times.sum()))
+    for name in ("mean_x", "mean_y", "xy", "yy"):
+        torch.testing.assert_close(getattr(weighted, name), getattr(repeated, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(weighted.gram(), repeated.gram(), rtol=1e-9, atol=1e-9)
+    assert (weighted.count, weighted.mass) == (60, float(times.sum()))
+    assert weighted.effective == pytest.approx(float(times.sum()) ** 2 / float(times.square().sum()))
+    assert repeated.effective == repeated.count
+
+
+def test_a_gram_that_was_read_goes_on_growing() -> None:
+    x, y = rows(90, STRIP + 30, 2)
+    moments = moments_of(x[:30], y[:30], 30)
+    moments.gram()
+    moments.update(x[30:60], y[30:60])
+    moments.merge(moments_of(x[60:], y[60:], 30))
+    assert_equal(moments, moments_of(x, y, 90))
 
 
 def test_merging_into_nothing_is_a_copy() -> None:

@@ -1,0 +1,133 @@
+"""The statistics of a fit on disk, so that one that was killed goes on where it stood.
+
+One file, replaced as a whole: it is the old state or the new one, never a part of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mappers.errors import CheckpointMismatch
+from mappers.exact import CopyFinder
+from mappers.stats import Moments
+
+EVERY_S = 300.0
+PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")
+COUNTS = ("count", "mass", "squares")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a collector knows after `num_documents` documents, whose token ids have the SHA-256 `digest`."""
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, moments: Sequence[Moments], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
+    ) -> Saved:
+        tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in enumerate(moments) for part in PARTS}
+        copies = [
+            (kind, layer, source, finder.lost[kind, layer], finder.power[kind, layer])
+            for (kind, layer), source in finder.copies.items()
+        ]
+        facts = {
+            "counts": [[getattr(moment, name) for name in COUNTS] for moment in moments],
+            "copies": copies,
+            "num_documents": num_documents,
+            "num_tokens": num_tokens,
+            "digest": digest,
+        }
+        return cls(tensors, facts)
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.facts["num_documents"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.facts["num_tokens"])
+
+    def finder(self) -> CopyFinder:
+        finder = CopyFinder({(kind, layer): source for kind, layer, source, _, _ in self.facts["copies"]})
+        for kind, layer, _, lost, power in self.facts["copies"]:
+            finder.lost[kind, layer], finder.power[kind, layer] = lost, power
+        return finder
+
+    def fill(self, moments: Sequence[Moments]) -> None:
+        """Put the statistics back into empty ones of the same shapes."""
+        for index, (moment, counts) in enumerate(zip(moments, self.facts["counts"], strict=True)):
+            for part in PARTS:
+                getattr(moment, part).copy_(self.tensors[f"{index}.{part}"])
+            for name, value in zip(COUNTS, counts, strict=True):
+                setattr(moment, name, value)
+            moment.changed()
+
+    def check_documents(self, digest: str) -> None:
+        """Raise `CheckpointMismatch` unless these are the documents that were read."""
+        if digest != self.facts["digest"]:
+            raise CheckpointMismatch(f"the checkpoint's first {self.num_documents} documents are others than these")
+
+
+class Checkpoint:
+    """A file that holds a fit's statistics. `settings` are those of the fit: a file of other ones is refused."""
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], every_s: float = EVERY_S):
+        self.path, self._every_s = Path(path), every_s
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._saved_at = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self._saved_at >= self._every_s
+
+    def load(self) -> Saved | None:
+        """What the file holds; None if there is none. Raises `CheckpointMismatch`."""
+        if not self.path.exists():
+            return None
+        try:
+            with safetensors.safe_open(self.path, "pt") as file:
+                facts = json.loads(file.metadata()["kvrelay"])
+                self._check(facts["settings"])
+                return Saved({name: file.get_tensor(name) for name in file.keys()}, facts)  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CheckpointMismatch):
+                raise
+            raise CheckpointMismatch(f"{self.path} is no checkpoint of a fit; remove it, or name another") from error
+
+    def save(self, saved: Saved) -> None:
+        """Replace what the file holds."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        facts = json.dumps({"settings": self._settings, **saved.facts})
+        descriptor, scratch = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        os.close(descriptor)
+        try:
+            save_file(dict(saved.tensors), scratch, {"kvrelay": facts})
+            os.replace(scratch, self.path)
+        finally:
+            Path(scratch).unlink(missing_ok=True)
+        self._saved_at = time.monotonic()
+
+    def clear(self) -> None:
+        """The fit is done; nothing to go on from."""
+        self.path.unlink(missing_ok=True)
+
+    def _check(self, theirs: Mapping[str, Any]) -> None:
+        for name in sorted(self._settings.keys() | theirs.keys()):
+            if self._settings.get(name) != theirs.get(name):
+                raise CheckpointMismatch(
+                    f"{self.path} was begun with {name} {theirs.get(name)!r}, not {self._settings.get(name)!r}; "
+                    f"go on with the same settings, or remove it"
+                )

@@ -1,0 +1,79 @@
+"""`ridge-head`: every target head from one matched head of each chosen source layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mappers.methods.base import TINY, HeadMatched, Heads, Layout, Method, Solution, head_columns
+from mappers.methods.ridge import RIDGES, Ridge, solve_penalised
+from mappers.stats import Moments
+
+
+class RidgeHead(Method):
+    """Head-matched support, after CacheBridge (arXiv 2609.00891).
+
+    For every block of features each target head takes the source head from which it is best predicted alone, by R² on
+    held-out moments; ridge regression then joins the matched heads of all blocks. With H heads the map is H times
+    smaller and as much cheaper to apply, and needs a part of the tokens.
+    Where source and target differ in their number of heads it is `ridge`.
+    """
+
+    name = "ridge-head"
+
+    def __init__(self, ridges: Sequence[float] = RIDGES, tokens_per_feature: float = 4.0):
+        self._full = Ridge(ridges, tokens_per_feature)
+
+    def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
+        if layout.source_heads != layout.target_heads:
+            return self._full.solve(train, layout, held_out)
+        Ridge.check_tokens(train, self.tokens_needed(train.num_features, layout))
+        gram = train.gram()
+        heads = self._matched(train, gram, layout, held_out)
+        candidates = self._full.candidates(held_out)
+        return Ridge.best((_joined(train, gram, layout, heads, ridge) for ridge in candidates), held_out)
+
+    def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
+        heads = solution.structure().get("heads")
+        if heads is None:
+            return self._full.refit(solution, moments, layout)
+        return _joined(moments, moments.gram(), layout, heads, solution.ridge or 0.0)
+
+    def tokens_needed(self, num_features: int, layout: Layout) -> int:
+        matched = layout.source_heads == layout.target_heads
+        return self._full.tokens_needed(num_features // layout.source_heads if matched else num_features, layout)
+
+    @property
+    def rough(self) -> Method:
+        return self._full
+
+    def _matched(self, train: Moments, gram: Tensor, layout: Layout, held_out: Moments | None) -> list[list[int]]:
+        """For each target head the best source head of every block."""
+        judged = held_out or train
+        chosen = []
+        for block in range(train.num_features // layout.source_width):
+            r2 = []
+            for head in range(layout.source_heads):
+                columns = head_columns(layout, [head]).to(gram.device) + block * layout.source_width
+                r2.append(self._r2_alone(train, gram, columns, judged, layout))
+            chosen.append(torch.stack(r2).argmax(0).tolist())  # of (source heads, target heads)
+        return [list(heads) for heads in zip(*chosen, strict=True)]
+
+    def _r2_alone(self, train: Moments, gram: Tensor, columns: Tensor, judged: Moments, layout: Layout) -> Tensor:
+        """R² of every target head, predicted from one source head alone."""
+        everything = torch.arange(train.num_targets, device=gram.device)
+        weight = solve_penalised(gram[columns[:, None], columns], train.xy[columns], self._full.candidates(None)[0])
+        alone = Solution(weight, train.mean_y - train.mean_x[columns] @ weight)
+        lost = alone.lost(judged.select(columns, everything)).view(-1, layout.target_dim).sum(1)
+        return 1 - lost / judged.yy.view(-1, layout.target_dim).sum(1).clamp_min(TINY)
+
+
+def _joined(train: Moments, gram: Tensor, layout: Layout, heads: Heads, ridge: float) -> HeadMatched:
+    blocks = []
+    for target, chosen in enumerate(heads):
+        columns = head_columns(layout, chosen).to(gram.device)
+        right = train.xy[columns, target * layout.target_dim : (target + 1) * layout.target_dim]
+        blocks.append(solve_penalised(gram[columns[:, None], columns], right, ridge))
+    return HeadMatched.of(layout, heads, torch.stack(blocks), train, ridge)

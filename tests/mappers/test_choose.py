@@ -1,0 +1,164 @@
+"""How source layers are chosen, on statistics made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
+from mappers.choose import Chooser, rank
+from mappers.collect import HELD_OUT_EVERY, Group
+from mappers.forward import RIDGE, forward_path
+from mappers.judge import NEAR, Judge
+from mappers.methods import Layout, Solution
+from mappers.methods.ridge import Ridge, cholesky_solve
+from mappers.models import load_model, read
+from mappers.rope import Rope
+from tests.mappers.pairs import HEAD_DIM, KV_HEADS, random_documents
+
+LAYERS, WIDTH = 5, 3
+RIDGE_ONLY = Ridge(ridges=(RIDGE,))
+
+
+def group(x: torch.Tensor, y: torch.Tensor) -> Group:
+    """Statistics of rows x (n, LAYERS * WIDTH) and y (n, WIDTH), a third of them held out."""
+    made = Group(("keys",), [("keys", 0)], KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu")
+    cut = len(x) * 2 // 3
+    made.train.update(x[:cut], y[:cut])
+    made.held_out.update(x[cut:], y[cut:])
+    return made
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def complementary() -> Group:
+    """y = a + b / 2: layers 1 and 3 know a, layer 4 knows b, the others nothing."""
+    a, b = noise(600, WIDTH, seed=1), noise(600, WIDTH, seed=2)
+    parts = [noise(600, WIDTH, seed=10 + layer) for layer in range(LAYERS)]
+    parts[1], parts[3], parts[4] = a + 0.3 * parts[1], a + 0.4 * parts[3], b + 0.1 * parts[4]
+    return group(torch.cat(parts, dim=1), a + b / 2)
+
+
+def test_top_takes_what_explains_most_alone_forward_what_adds_most() -> None:
+    (top,) = Chooser(methods.get("ridge"), "top").choices(complementary(), 2)
+    (forward,) = Chooser(methods.get("ridge"), "forward").choices(complementary(), 2)
+    assert top.blocks == (("keys", 1), ("keys", 3)) and forward.blocks == (("keys", 1), ("keys", 4))
+    assert forward.r2 > 0.9 > top.r2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forward_selection_is_greedy_on_held_out_data(seed: int) -> None:
+    """Against one fit a candidate and step."""
+    mixed = noise(300, LAYERS * WIDTH, seed=seed) @ noise(LAYERS * WIDTH, LAYERS * WIDTH, seed=20 + seed)
+    made = group(mixed, mixed @ noise(LAYERS * WIDTH, WIDTH, seed=40 + seed) + 9 * noise(300, WIDTH, seed=60 + seed))
+
+    def lost(blocks: list[tuple[Any, int]]) -> float:
+        train, held_out = (m.select(made.features(blocks), made.outputs(0)) for m in (made.train, made.held_out))
+        diagonal = train.gram().diagonal().view(len(blocks), -1)
+        penalty = RIDGE * diagonal.mean(1, keepdim=True).expand_as(diagonal).flatten()
+        weight = cholesky_solve(train.gram() + torch.diag(penalty), train.xy)
+        bias = held_out.mean_y - held_out.mean_x @ weight  # the selection looks past a shift of the means
+        return float(Solution(weight, bias).lost(held_out).sum())
+
+    path = forward_path(made, 0, rank(RIDGE_ONLY, made, [(block,) for block in made.blocks])[:, 0], 4)
+    for before, after in zip(path, path[1:], strict=False):
+        left = [block for block in made.blocks if block not in before]
+        assert set(after) - set(before) == {min(left, key=lambda block: lost(sorted([*before, block])))}
+    assert [len(blocks) for blocks in path] == [1, 2, 3, 4]
+
+
+def test_joint_features_are_chosen_one_by_one(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    mapper = fit(folders["other"], folders["large"], documents, layers=2, joint=True, choose="forward")
+    specs = [spec.keys for spec in mapper.manifest.layers]
+    assert any(spec.key_layers != spec.value_layers for spec in specs)
+    assert max(len(spec.key_layers) + len(spec.value_layers) for spec in specs) <= 4
+    assert mapper.manifest.options["choose"] == "forward"
+
+
+def test_auto_takes_as_many_layers_as_pay_and_as_the_tokens_allow() -> None:
+    """Of 12 features 4 * 12 = 48 tokens are enough, of 15 they are too few."""
+    x = noise(84, LAYERS * WIDTH)  # 56 of them to fit
+    (choice,) = Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH] + x[:, WIDTH : 2 * WIDTH]), "auto")
+    assert [layer for _, layer in choice.blocks] == [0, 1]
+    (choice,) = Chooser(methods.get("ridge"), "top").choices(group(x, x.unflatten(1, (LAYERS, -1)).sum(1)), "auto")
+    assert len(choice.blocks) == 4
+    with pytest.raises(CalibrationTooSmall, match="56 tokens for 15 features; at least 60"):
+        Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH]), 5)
+
+
+def test_the_last_fit_sees_what_was_held_out() -> None:
+    x, y = noise(300, LAYERS * WIDTH), noise(300, WIDTH, seed=1)
+    made = group(x, x[:, :WIDTH] + y)
+    whole = group(x, x[:, :WIDTH] + y)
+    whole.train.merge(whole.held_out)
+    (choice,) = Chooser(RIDGE_ONLY, "top").choices(made, 1)
+    features = whole.features(choice.blocks)
+    expected = RIDGE_ONLY.solve(whole.train.select(features, whole.outputs(0)), whole.layout)
+    torch.testing.assert_close(choice.solution.weight, expected.weight)
+
+
+@pytest.fixture(scope="module")
+def judge(folders: dict[str, Path]) -> Judge:
+    model = load_model(folders["large"])
+    return Judge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, 100), 4)
+
+
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_attention_over_its_own_states_has_no_error(judge: Judge, kind: Any) -> None:
+    width = KV_HEADS * HEAD_DIM
+    exact = Solution(torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+    noisy = Solution(exact.weight + 0.1 * noise(width, width), exact.bias)
+    nothing = Solution(0 * exact.weight, exact.bias)
+    errors = [judge.error([(kind, 2)], {(kind, 2): solution}) for solution in (exact, noisy, nothing)]
+    assert errors[0] < 1e-6 < 1e-3 < errors[1] < errors[2]
+
+
+def test_documents_without_anything_far_enough_to_be_mapped_are_refused(folders: dict[str, Path]) -> None:
+    model = load_model(folders["large"])
+    with pytest.raises(CalibrationTooSmall, match=f"no held-out document of more than {NEAR + 4} tokens"):
+        Judge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, NEAR + 4), 4)
+
+
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_the_head_and_what_is_near_is_native(folders: dict[str, Path], kind: Any) -> None:
+    """The only query judged sees one mapped token: how wrong the map is for the others makes no difference."""
+    model = load_model(folders["large"])
+    (document,) = random_documents(1, NEAR + 5)
+    width = KV_HEADS * HEAD_DIM
+    judge = Judge((model, model), (Rope.of(model), Rope.of(model)), [document], 4)
+    plain = Rope.of(model).stripped(read(model, document))
+    mapped = plain.of(kind)[1][:, 4].flatten().double()
+    right = Solution(torch.zeros(width, width, dtype=torch.float64), mapped)  # for token 4, and for no other
+    wrong = Solution(right.weight, -30 * right.bias)
+    assert judge.error([(kind, 1)], {(kind, 1): right}) < 1e-6 < judge.error([(kind, 1)], {(kind, 1): wrong})
+
+
+def test_choosing_by_attention_is_at_least_as_good_by_attention(
+    folders: dict[str, Path], documents: list[list[int]]
+) -> None:
+    """What each way chooses, judged by attention on the documents that were held out."""
+    given: dict[str, Any] = {"layers": 2, "precision": "float32", "method": "ridge", "ridges": (1e-2,)}
+    models = load_model(folders["other"]), load_model(folders["large"])
+    ropes = Rope.of(models[0]), Rope.of(models[1])
+    held_out = [ids for i, ids in enumerate(documents) if i % HELD_OUT_EVERY == 1]
+    judge = Judge(models, ropes, held_out, 4)
+    found = {}
+    for way in ("top", "forward", "attention"):
+        mapper = fit(folders["other"], folders["large"], documents, choose=way, **given)
+        errors = []
+        for layer, spec in enumerate(mapper.manifest.layers):
+            weight, bias = (mapper.weights[f"layers.{layer}.keys.{part}"].double() for part in ("weight", "bias"))
+            blocks = [("keys", i) for i in spec.keys.key_layers]
+            errors.append(judge.error(blocks, {("keys", layer): Solution(weight, bias)}))
+        found[way] = sum(errors)
+    assert found["attention"] <= 1.02 * min(found.values())
+
+
+def test_an_unknown_way_is_refused(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    with pytest.raises(MapperError, match="unknown way to choose 'best'; known: attention, forward, top"):
+        fit(folders["twin"], folders["large"], documents, choose="best")
