@@ -15,7 +15,11 @@ import pytest
 # The models of the tests are tiny: a second thread only waits for the first. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-INSTALL_LINES = {"redis-server": "apt-get install redis-server   (or: brew install redis)"}
+INSTALL_LINES = {
+    "redis-server": "apt-get install redis-server   (or: brew install redis)",
+    "promtool": "apt-get install prometheus   (or: brew install prometheus)",
+    "prometheus": "apt-get install prometheus   (or: brew install prometheus)",
+}
 
 _missing = pytest.StashKey[dict[str, str]]()
 

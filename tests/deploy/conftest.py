@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.composed import REPOSITORY, Composed, load, read_env
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `deploy/init` has been run."""
+    folder = tmp_path_factory.mktemp("project")
+    subprocess.run([REPOSITORY / "deploy" / "init", folder], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def composed(project: Path) -> Composed:
+    """docker-compose.yml with the variables that `deploy/init` set."""
+    return load(read_env(project / ".env"))

@@ -1,0 +1,78 @@
+"""The Dockerfile: linted; the gateway's image has what it needs of a worker, and no more."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.composed import DOCKERFILE, REPOSITORY
+
+IMAGES = REPOSITORY / "deploy" / "images"
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "transformers", "mappers", "numpy"):
+    sys.modules[name] = None
+import gateway.__main__, gateway.cli, gateway.registry.redis, gateway.commands.up
+assert gateway.__file__.startswith(sys.argv[1]), gateway.__file__
+"""
+
+
+def copies(stage: str) -> list[tuple[str, str]]:
+    """What the build copies into a stage, as (from, to)."""
+    found = re.search(rf"^FROM \S+ AS {stage}$(.*?)(?=^FROM |\Z)", DOCKERFILE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    lines = [line.split()[1:] for line in found[1].splitlines() if line.startswith("COPY ")]
+    return [(source, target) for *sources, target in lines for source in sources]
+
+
+def test_the_dockerfile_is_linted() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    linted = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+def test_the_gateways_image_runs_on_what_is_copied(tmp_path: Path) -> None:
+    """Not on torch, not on the mappers, and not on more of `workers` than its contract."""
+    for source, target in copies("gateway-build"):
+        into = tmp_path / target
+        into.parent.mkdir(parents=True, exist_ok=True)
+        whole = REPOSITORY / source
+        (shutil.copytree if whole.is_dir() else shutil.copy)(whole, into)
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_is_copied_is_sent_to_the_build() -> None:
+    allowed = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for stage in ("base", "build", "gateway-build", "worker-build"):
+        for source, _ in copies(stage):
+            assert (REPOSITORY / source).exists()
+            assert any(source == one or source.startswith(f"{one}/") for one in allowed), source
+
+
+def test_every_install_keeps_to_the_constraints() -> None:
+    installs = re.findall(r"pip install .*", DOCKERFILE.read_text())
+    assert len(installs) == 3
+    assert all("--constraint constraints.txt" in line for line in installs)
+
+
+@pytest.mark.parametrize("script", ["gateway-start", "healthy", "make-models"])
+def test_scripts_can_be_run(script: str) -> None:
+    assert (IMAGES / script).stat().st_mode & 0o111 == 0o111
+
+
+def test_the_password_reaches_the_gateway_by_file_only(tmp_path: Path) -> None:
+    """`python` is a stand-in that tells what it was started with."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$KVRELAY_REGISTRY__URL $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "password").write_text("deadbeef\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "KVRELAY_REDIS": "cache:6380"}
+    environment["KVRELAY_REDIS_PASSWORD_FILE"] = str(tmp_path / "password")
+    command = [IMAGES / "gateway-start", "--config", "c.yaml"]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told == "redis://:deadbeef@cache:6380/0 -m gateway --config c.yaml\n"
