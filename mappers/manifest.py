@@ -14,6 +14,9 @@ FORMAT_VERSION: Literal[1] = 1
 COPY = "copy"
 DEFAULT_MAX_PPL_RATIO = 1.25
 DEFAULT_MIN_TOP1 = 0.80
+DEFAULT_MIN_DOCUMENTS = 5
+DEFAULT_LENGTHS = (384, 1024, 2048)
+DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 # What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
 NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
 
@@ -148,10 +151,45 @@ class Evaluation(Frozen):
 
 
 class Gate(Frozen):
-    """What a worker asks of a bundle's arm `hybrid` before it uses it."""
+    """What a worker asks of a bundle's evaluation before it uses it: how good its arm `hybrid` is, and that this was
+    found out by the quality protocol, not by an easier one."""
 
     max_ppl_ratio: float = DEFAULT_MAX_PPL_RATIO
     min_top1: float = DEFAULT_MIN_TOP1
+    min_documents: int = DEFAULT_MIN_DOCUMENTS  # at each length
+    lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    min_scored: int = DEFAULT_SCORED
+    max_head: int = DEFAULT_HEAD
+    max_tail: int = DEFAULT_TAIL
+
+    def objection(self, evaluation: Evaluation | None) -> str | None:
+        """What speaks against a bundle with this evaluation, None if nothing does."""
+        score = evaluation.arm("hybrid") if evaluation else None
+        if evaluation is None or score is None:
+            return "it has no evaluation; run kvrelay eval with --write"
+        if score.ppl_ratio > self.max_ppl_ratio:
+            return f"perplexity ratio {score.ppl_ratio:.3f} is over the gate's {self.max_ppl_ratio}"
+        if score.top1 < self.min_top1:
+            return f"top-1 agreement {score.top1:.3f} is below the gate's {self.min_top1}"
+        return self._shortcut(evaluation)
+
+    def _shortcut(self, evaluation: Evaluation) -> str | None:
+        """Where the evaluation made it easier for the bundle than the gate allows."""
+        documents = {at.length: at.num_documents for at in evaluation.lengths}
+        for length in self.lengths:
+            if documents.get(length, 0) < self.min_documents:
+                return (
+                    f"judged on {documents.get(length, 0)} documents at prefix length {length}; the gate asks for "
+                    f"{self.min_documents}"
+                )
+        if self.lengths and min(documents) < min(self.lengths):
+            return f"judged at prefix length {min(documents)} too; the gate asks for {min(self.lengths)} and more"
+        if evaluation.scored < self.min_scored:
+            return f"judged on {evaluation.scored} tokens behind a prefix; the gate asks for {self.min_scored}"
+        for what, found, most in (("head", evaluation.head, self.max_head), ("tail", evaluation.tail, self.max_tail)):
+            if found > most:
+                return f"judged with {what} {found}; the gate allows {most}"
+        return None
 
 
 class Manifest(Frozen):

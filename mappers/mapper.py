@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,23 +52,14 @@ class Mapper:
                     f"not for weights {given[:12]}…"
                 )
 
-    def refusal(self, max_ppl_ratio: float | None = None, min_top1: float | None = None) -> str | None:
-        """Why this map may not be used, None if it may: its evaluation's arm `hybrid` against the gate.
+    def refusal(self, **bounds: Any) -> str | None:
+        """Why this map may not be used, None if it may: its evaluation against the gate.
 
-        A bound that is not given is the bundle's own, or else the default.
+        `bounds` are fields of `Gate`; one that is not given, or None, is the bundle's own, or else the default.
         """
-        own = self.manifest.gate or Gate()
-        most = own.max_ppl_ratio if max_ppl_ratio is None else max_ppl_ratio
-        least = own.min_top1 if min_top1 is None else min_top1
-        evaluation = self.manifest.evaluation
-        score = evaluation.arm("hybrid") if evaluation else None
-        if score is None:
-            return f"bundle {self.bundle_id} has no evaluation; run kvrelay eval with --write"
-        if score.ppl_ratio > most:
-            return f"bundle {self.bundle_id}: perplexity ratio {score.ppl_ratio:.3f} is over the gate's {most}"
-        if score.top1 < least:
-            return f"bundle {self.bundle_id}: top-1 agreement {score.top1:.3f} is below the gate's {least}"
-        return None
+        asked = {name: bound for name, bound in bounds.items() if bound is not None}
+        objection = (self.manifest.gate or Gate()).model_copy(update=asked).objection(self.manifest.evaluation)
+        return f"bundle {self.bundle_id}: {objection}" if objection else None
 
     @torch.no_grad()
     def map_into(self, source_chunk: KVCache, sink: Sink) -> None:

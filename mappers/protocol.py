@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mappers.errors import MapperError
+from mappers.manifest import DEFAULT_HEAD, DEFAULT_LENGTHS, DEFAULT_SCORED, DEFAULT_TAIL
 
-LENGTHS = (384, 1024, 2048)
 NUM_DOCUMENTS, NUM_CONTROLS = 50, 10
-HEAD, TAIL, SCORED = 4, 64, 128
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class Protocol:
     on all. `greedy` tokens are generated freely on those same few, native against served; 0 leaves that out.
     """
 
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = DEFAULT_LENGTHS
     num_documents: int = NUM_DOCUMENTS
-    head: int = HEAD
-    tail: int = TAIL
-    scored: int = SCORED
+    head: int = DEFAULT_HEAD
+    tail: int = DEFAULT_TAIL
+    scored: int = DEFAULT_SCORED
     num_controls: int = NUM_CONTROLS
     greedy: int = 0
 

@@ -76,5 +76,5 @@ def _judge(path: str, target_fingerprint: str, gate: Gate, device: str) -> Judge
         mapper.check(manifest.source.fingerprint, target_fingerprint)
     except MapperError as error:
         return JudgedBundle(manifest, reason=str(error))
-    reason = mapper.refusal(gate.max_ppl_ratio, gate.min_top1)
+    reason = mapper.refusal(**gate.model_dump())
     return JudgedBundle(manifest, mapper if reason is None else None, reason)

@@ -32,13 +32,15 @@ class SettingsError(Exception):
 
 
 class Gate(BaseModel):
-    """What a bundle's evaluation must reach to be used. A bound that is not set is the bundle's own, or else the
-    default of `mappers.manifest.Gate`."""
+    """What a bundle's evaluation must reach to be used, and the protocol that it must have gone by. A bound that is
+    not set is the bundle's own, or else the default of `mappers.manifest.Gate`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_ppl_ratio: float | None = Field(default=None, ge=1)
     min_top1: float | None = Field(default=None, ge=0, le=1)
+    min_documents: int | None = Field(default=None, ge=1)
+    lengths: tuple[int, ...] | None = Field(default=None, min_length=1)
 
 
 class WorkerSettings(BaseModel):

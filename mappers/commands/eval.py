@@ -15,7 +15,7 @@ from typing import Any
 
 from mappers.arms import ARMS
 from mappers.bundle import MANIFEST, load, update
-from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options
+from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate
 from mappers.families import find_family
@@ -23,7 +23,7 @@ from mappers.fingerprint import fingerprint
 from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
-from mappers.protocol import HEAD, LENGTHS, NUM_CONTROLS, NUM_DOCUMENTS, SCORED, TAIL, Protocol
+from mappers.protocol import Protocol
 
 GREEDY = 128
 
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_table(evaluation))
         if options.write:
             update(bundle, evaluation=evaluation)
+            say(f"stored in {bundle}; " + (load(bundle).refusal() or "it passes its gate"))
         if options.json:
             options.json.write_text(json.dumps(_report(mapper, evaluation), indent=1) + "\n")
     except MapperError as error:
@@ -46,17 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    fixed = Protocol()
     parser = argparse.ArgumentParser(
         prog="kvrelay eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("bundle", help="a bundle's folder, or an embedded family")
     add_pair_options(parser)
-    parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS, help="for each length (default %(default)s)")
-    parser.add_argument("--controls", type=int, default=NUM_CONTROLS, help="of these, for controls (%(default)s)")
-    parser.add_argument("--lengths", type=_numbers, default=LENGTHS, help="prefix lengths (default 384,1024,2048)")
-    parser.add_argument("--head", type=int, default=HEAD, help="first tokens read natively (default %(default)s)")
-    parser.add_argument("--tail", type=int, default=TAIL, help="last tokens read natively (default %(default)s)")
-    parser.add_argument("--scored", type=int, default=SCORED, help="tokens scored behind (default %(default)s)")
+    parser.add_argument("--documents", type=int, default=fixed.num_documents, help="at each length (%(default)s)")
+    parser.add_argument("--controls", type=int, default=fixed.num_controls, help="of these, for controls (%(default)s)")
+    parser.add_argument("--lengths", type=_numbers, default=fixed.lengths, help="prefix lengths (384,1024,2048)")
+    parser.add_argument("--head", type=int, default=fixed.head, help="first tokens read natively (default %(default)s)")
+    parser.add_argument("--tail", type=int, default=fixed.tail, help="last tokens read natively (default %(default)s)")
+    parser.add_argument("--scored", type=int, default=fixed.scored, help="tokens scored behind (default %(default)s)")
     parser.add_argument(
         "--greedy", type=int, nargs="?", const=GREEDY, default=0, metavar="TOKENS", help="also generate freely; slow"
     )

@@ -23,7 +23,7 @@ from mappers import (
     save,
 )
 from mappers.bundle import MANIFEST, WEIGHTS, seal, update
-from mappers.manifest import digest_of
+from mappers.manifest import LengthScores, digest_of
 from tests.mappers.pairs import largest_difference, random_cache
 
 
@@ -33,9 +33,18 @@ def bundle(twin_mapper: Mapper, tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-def evaluation(ppl_ratio: float = 1.1, top1: float = 0.9, arm: str = "hybrid") -> Evaluation:
+def evaluation(
+    ppl_ratio: float = 1.1,
+    top1: float = 0.9,
+    arm: str = "hybrid",
+    documents: int = 50,
+    lengths: tuple[int, ...] = (384, 1024, 2048),
+    **changes: Any,
+) -> Evaluation:
     score = ArmScore(arm=arm, ppl_ratio=ppl_ratio, ppl_low=1, ppl_high=2, top1=top1, kl_mean=0, kl_p95=0)
-    return Evaluation(data="noise", head=4, tail=64, scored=128, tokens=128, arms=(score,), lengths=())
+    at = tuple(LengthScores(length=length, num_documents=documents, arms=(score,)) for length in lengths)
+    settings = {"data": "noise", "head": 4, "tail": 64, "scored": 128, "tokens": 128} | changes
+    return Evaluation(**settings, arms=(score,), lengths=at)
 
 
 def rewrite(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -187,10 +196,22 @@ def test_only_the_models_it_was_fitted_for_are_accepted(twin_mapper: Mapper) -> 
         (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {}, None),
         (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {"max_ppl_ratio": 1.2}, "over the gate's 1.2"),
         (evaluation(1.1, 0.9), None, {"min_top1": 0.95}, "below the gate's 0.95"),
+        (evaluation(documents=4), None, {}, "judged on 4 documents at prefix length 384; the gate asks for 5"),
+        (evaluation(documents=4), Gate(min_documents=4), {}, None),
+        (evaluation(documents=4), None, {"min_documents": 3}, None),
+        (evaluation(documents=9), None, {"min_documents": 50}, "the gate asks for 50"),
+        (evaluation(lengths=(384, 1024)), None, {}, "judged on 0 documents at prefix length 2048"),
+        (evaluation(lengths=(384, 1024)), Gate(lengths=(1024, 384)), {}, None),
+        (evaluation(lengths=(80, 384, 1024, 2048)), None, {}, "judged at prefix length 80 too; the gate asks for 384"),
+        (evaluation(lengths=(384, 1024, 2048, 4096)), None, {}, None),
+        (evaluation(scored=127), None, {}, "judged on 127 tokens behind a prefix; the gate asks for 128"),
+        (evaluation(head=5), None, {}, "judged with head 5; the gate allows 4"),
+        (evaluation(tail=200), None, {}, "judged with tail 200; the gate allows 64"),
+        (evaluation(tail=8, head=0), None, {}, None),
     ],
 )
 def test_the_gate(
-    twin_mapper: Mapper, judged: Evaluation | None, gate: Gate | None, asked: dict[str, float], refusal: str | None
+    twin_mapper: Mapper, judged: Evaluation | None, gate: Gate | None, asked: dict[str, Any], refusal: str | None
 ) -> None:
     manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
     mapper = Mapper(manifest, twin_mapper.weights)

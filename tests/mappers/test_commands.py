@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mappers import load, load_manifest
+from mappers import Gate, load, load_manifest
+from mappers.bundle import update
 from mappers.commands import bundle, eval, fit
 from mappers.families import find_family
 from tests.mappers.pairs import add_tokenizer, disguised, llama, saved, talks_file
@@ -65,6 +66,10 @@ def test_eval_stores_what_the_gate_reads(
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "has no evaluation" in capsys.readouterr().out
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
+    told = capsys.readouterr().err
+    assert "judged on 0 documents at prefix length 384; the gate asks for" in told  # a shortened protocol
+    own = {"max_ppl_ratio": 50, "min_top1": 0, "lengths": (40, 60), "min_documents": 3, "min_scored": 8}
+    update(tmp_path / "b", gate=Gate(**own))
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is whole; it passes its gate" in capsys.readouterr().out
     assert load(tmp_path / "b").refusal() is None

@@ -14,7 +14,7 @@ import torch
 from starlette.types import ASGIApp
 
 import mappers
-from mappers.manifest import ArmScore, Evaluation
+from mappers.manifest import ArmScore, Evaluation, LengthScores
 from tests.workers.engines import tiny
 from workers.api.client import WorkerClient
 from workers.api.schemas import SECRET_HEADER, ChatRequest, KVTransferParams, Message, TransferRequest
@@ -109,12 +109,15 @@ def content(reply: dict[str, Any]) -> str:
     return text
 
 
-def bundle(source: Path, target: Path, folder: Path, *, ppl_ratio: float = 1.0, top1: float = 1.0) -> Path:
+def bundle(
+    source: Path, target: Path, folder: Path, *, ppl_ratio: float = 1.0, top1: float = 1.0, documents: int = 50
+) -> Path:
     """A bundle between two tiny models that passes keys and values through, with the evaluation that is wanted."""
     generator = torch.Generator().manual_seed(0)
-    documents = torch.randint(3, 380, (4, 64), generator=generator).tolist()
-    mappers.save(mappers.fit(source, target, documents, method="identity"), folder)
+    texts = torch.randint(3, 380, (4, 64), generator=generator).tolist()
+    mappers.save(mappers.fit(source, target, texts, method="identity"), folder)
     score = ArmScore(arm="hybrid", ppl_ratio=ppl_ratio, ppl_low=1, ppl_high=2, top1=top1, kl_mean=0, kl_p95=0)
-    evaluation = Evaluation(data="none", head=4, tail=64, scored=128, tokens=1, arms=(score,), lengths=())
+    at = tuple(LengthScores(length=length, num_documents=documents, arms=(score,)) for length in (384, 1024, 2048))
+    evaluation = Evaluation(data="none", head=4, tail=64, scored=128, tokens=1, arms=(score,), lengths=at)
     mappers.bundle.update(folder, evaluation=evaluation)
     return folder

@@ -164,11 +164,14 @@ async def test_failed_transfers_are_counted_by_what_failed(pair: Pair) -> None:
     assert 'kvrelay_kv_transfer_total{result="no_bundle"} 1.0' in (await pair[1].http.get("/metrics")).text
 
 
-@pytest.mark.parametrize(("ppl_ratio", "top1", "usable"), [(1.24, 0.81, True), (1.26, 0.9, False), (1.1, 0.79, False)])
+@pytest.mark.parametrize(
+    ("ppl_ratio", "top1", "documents", "usable"),
+    [(1.24, 0.81, 50, True), (1.26, 0.9, 50, False), (1.1, 0.79, 50, False), (1.1, 0.9, 1, False)],
+)
 async def test_a_bundle_below_the_gate_is_not_used(
-    folder: Path, small_folder: Path, tmp_path: Path, ppl_ratio: float, top1: float, usable: bool
+    folder: Path, small_folder: Path, tmp_path: Path, ppl_ratio: float, top1: float, documents: int, usable: bool
 ) -> None:
-    judged = bundle(small_folder, folder, tmp_path / "bundle", ppl_ratio=ppl_ratio, top1=top1)
+    judged = bundle(small_folder, folder, tmp_path / "bundle", ppl_ratio=ppl_ratio, top1=top1, documents=documents)
     async with (
         serving(small_folder, id="small") as small,
         serving(folder, id="large", peers={"small": small.app}, bundles=[judged]) as large,
