@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from mappers import methods
 from mappers.bundle import save
+from mappers.checkpoint import EVERY_S
 from mappers.choose import AUTO, WAYS
 from mappers.collect import Reading, planned_bytes
 from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             data=f"{pair.corpus}, split calibrate",
             gate=_gate(options),
             device=options.device,
+            checkpoint=None if options.no_checkpoint else _checkpoint(out),
+            checkpoint_s=60 * options.checkpoint_minutes,
             progress=Meter("tokens"),
             say=say,
             **({} if options.rank is None else {"rank": options.rank}),
@@ -84,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="tokens to read (default %(default)s)")
     parser.add_argument("--head", type=int, default=DEFAULT_HEAD, help="first tokens that are left out of the fit")
     parser.add_argument("--precision", choices=get_args(Precision), default="float16", help="of the stored weights")
+    parser.add_argument(
+        "--checkpoint-minutes",
+        type=float,
+        default=EVERY_S / 60,
+        help="how often what was read is saved beside --out, so that a killed fit can go on (default %(default)s)",
+    )
+    parser.add_argument("--no-checkpoint", action="store_true", help="neither save what was read, nor go on from it")
     parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
     parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
     return parser
@@ -111,6 +122,14 @@ def _plan(pair: Pair, options: argparse.Namespace) -> str:
         f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
         f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {needed / 1e9:.1f} GB beside the models"
     )
+
+
+def _checkpoint(out: str) -> Path:
+    path = Path(out).absolute()
+    file = path.with_name(f".{path.name}.partial")
+    if file.exists():
+        say(f"going on from {file}; remove it to begin anew")
+    return file
 
 
 def _gate(options: argparse.Namespace) -> Gate | None:

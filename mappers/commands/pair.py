@@ -66,10 +66,12 @@ class Meter:
 
     def __init__(self, unit: str):
         self._unit = unit
-        self._began = self._said = time.monotonic()
+        self._said = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when, and how much was done by then: a resumed fit begins high
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
+        began, done_before = self._first = self._first or (now, done)
         finished = total is not None and done >= total
         if now - self._said < EVERY_S and not finished:
             return
@@ -77,8 +79,9 @@ class Meter:
         if total is None:
             say(f"{done} {self._unit}")
         else:
-            rest_s = (now - self._began) * max(0, total - done) / max(1, done)
-            say(f"{done} of {total} {self._unit}, {rest_s:.0f} s to go")
+            left = max(0, total - done)
+            rest = f"{(now - began) * left / (done - done_before):.0f} s to go" if done > done_before else "begun"
+            say(f"{done} of {total} {self._unit}, {rest}")
 
 
 def _reader(path: str) -> Callable[[], list[Conversation]]:

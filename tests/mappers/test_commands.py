@@ -43,6 +43,44 @@ def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pyt
     assert manifest.precision == "float32" and manifest.target.tokenizer_digest is not None
 
 
+def test_a_fit_goes_on_from_what_stands_beside_its_bundle(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".b.partial").write_bytes(b"not a checkpoint")
+    arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
+    assert fit.main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "going on from" in told and ".b.partial is no checkpoint of a fit; remove it" in told
+    assert fit.main([*arguments, "--no-checkpoint"]) == 0
+    (tmp_path / ".b.partial").unlink()
+    assert fit.main([*arguments, "--checkpoint-minutes", "0"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method", "lowrank", "--rank", "3", "--layers", "auto", "--joint"],
+        ["--method", "ridge-head", "--weighting", "attention", "--effective-share", "0.9"],
+        ["--method", "hidden", "--choose", "forward", "--layers", "1"],
+    ],
+)
+def test_what_fit_is_asked_for_stands_in_the_bundle(
+    workplace: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "1000", "--max-ppl-ratio", "99"]
+    assert fit.main([*given, "--min-top1", "0", *options]) == 0
+    manifest = load_manifest(tmp_path / "b")
+    assert manifest.method == options[1]
+    said = {name.replace("_", "-"): str(value) for name, value in manifest.options.items()}
+    for name, value in zip(options, options[1:], strict=False):
+        if name.startswith("--") and not value.startswith("--") and name != "--method":
+            assert said[name.removeprefix("--")] == value
+    assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
+    assert bundle.main(["verify", str(tmp_path / "b")]) == 0
+    assert "it passes its gate" in capsys.readouterr().out
+
+
 def test_eval_prints_a_table_and_writes_json(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,116 @@
+"""A fit that is killed goes on where it stood, or is told why it can't."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mappers import Mapper, fit
+from mappers.checkpoint import Checkpoint, Saved
+from mappers.errors import CheckpointMismatch
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(documents: list[list[int]], count: int) -> Iterator[list[int]]:
+    yield from documents[:count]
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def left(folders: dict[str, Path], documents: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a fit leaves that was killed after ten documents."""
+    path = tmp_path_factory.mktemp("left") / "partial"
+    with pytest.raises(Killed):
+        fitted(folders, killed_after(documents, 10), path)
+    return path
+
+
+@pytest.fixture
+def file(left: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(left, tmp_path / "partial"))
+
+
+def fitted(folders: dict[str, Path], documents: Any, checkpoint: Path | None, **changes: Any) -> Mapper:
+    """From `sibling`, some layers of which are copies."""
+    given = {"layers": 1, "weighting": "attention", "tokens": 1500, **changes}
+    models = {"source": folders["sibling"], "target": folders["large"], **given}
+    return fit(documents=documents, checkpoint=checkpoint, checkpoint_s=0, **models)
+
+
+def test_a_fit_that_was_killed_goes_on_and_ends_the_same(
+    folders: dict[str, Path], documents: list[list[int]], file: Path
+) -> None:
+    told: list[int] = []
+    resumed = fitted(folders, documents, file, progress=lambda done, _: told.append(done))
+    assert told[0] == 11 * 96 and told[-1] == 16 * 96  # the first ten are not read again
+    assert resumed.bundle_id == fitted(folders, documents, None).bundle_id
+    assert resumed.copied_layers == (0, 1)
+    assert not file.exists() and list(file.parent.iterdir()) == []
+
+
+def test_nothing_is_saved_before_it_is_time(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+) -> None:
+    with pytest.raises(Killed):
+        fit(
+            folders["twin"],
+            folders["large"],
+            killed_after(documents, 4),
+            checkpoint=tmp_path / "partial",
+            checkpoint_s=3600,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": 5}, "was begun with head 4, not 5; go on with the same settings, or remove it"),
+        ({"joint": True}, "was begun with joint False, not True"),
+        ({"weighting": "uniform"}, "was begun with weighting 'attention', not 'uniform'"),
+        ({"tokens": 1600}, "was begun with tokens 1500, not 1600"),
+        ({"source": "twin"}, "was begun with source '[0-9a-f]{64}', not '[0-9a-f]{64}'"),
+    ],
+)
+def test_other_settings_or_models_are_refused(
+    folders: dict[str, Path], documents: list[list[int]], file: Path, changes: dict[str, Any], message: str
+) -> None:
+    changes = {name: folders.get(value, value) if name == "source" else value for name, value in changes.items()}
+    with pytest.raises(CheckpointMismatch, match=message):
+        fitted(folders, documents, file, **changes)
+    assert file.exists()
+
+
+def test_other_documents_are_refused(folders: dict[str, Path], documents: list[list[int]], file: Path) -> None:
+    changed = [list(ids) for ids in documents]
+    changed[9][50] += 1 if changed[9][50] == 0 else -1
+    for others in (changed, documents[:5]):
+        with pytest.raises(CheckpointMismatch, match="first 10 documents are others than these"):
+            fitted(folders, others, file)
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", None])
+def test_what_is_no_checkpoint_is_refused(
+    folders: dict[str, Path], documents: list[list[int]], file: Path, content: bytes | None
+) -> None:
+    file.write_bytes(file.read_bytes()[:1000] if content is None else content)
+    with pytest.raises(CheckpointMismatch, match="is no checkpoint of a fit"):
+        fitted(folders, documents, file)
+
+
+def test_a_failed_save_leaves_what_was_saved_before(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
+    checkpoint.save(Saved({"x": torch.ones(3)}, {"num_documents": 1}))
+    with pytest.raises(ValueError, match="non contiguous"):
+        checkpoint.save(Saved({"x": torch.ones(3, 2).T}, {"num_documents": 2}))
+    saved = checkpoint.load()
+    assert saved is not None and saved.num_documents == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["partial"]
