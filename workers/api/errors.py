@@ -12,6 +12,7 @@
     │   ├── CacheStale        409  the worker restarted, or its blocks were written since
     │   └── CacheMismatch     409  another tenant, model, layout, tokens or provenance
     ├── BundleUnusable        409  no mapper for this pair, or one below the gate
+    ├── PrefillCheaper        409  a handoff was asked for by cost, and reading natively costs no more: do that
     ├── Overloaded            503  a queue is full; carries `retry_after_s`
     │   └── PoolFull          503  every block of the pool is in use by requests or leases
     ├── DeadlineExceeded      504
@@ -86,6 +87,10 @@ class CacheMismatch(CacheUnusable):
 
 class BundleUnusable(KvrelayError):
     status, type, code = 409, "bundle_error", "no_bundle"
+
+
+class PrefillCheaper(KvrelayError):
+    status, type, code = 409, "cost_error", "prefill_cheaper"
 
 
 class Overloaded(KvrelayError):

@@ -122,6 +122,11 @@ class TransferRequest(Request):
 
     Covered are the first `num_tokens` tokens of the source cache (all of them if absent): the first `native_head` read
     natively by the target from the ticket's token ids, the rest mapped. The caller leaves out the native tail.
+
+    With `by_cost` the target decides by what it has measured: it may map less than asked (the reply's `num_tokens` says
+    how far; the caller's next request reads a longer tail natively, and its path is `hybrid`), raise `PrefillCheaper`
+    where reading all of it natively is predicted to take no longer than the handoff, and `DeadlineExceeded` at once
+    where the handoff is predicted to end after `deadline_ms`. Without, what is asked for is done.
     """
 
     cache_id: CacheId
@@ -134,12 +139,16 @@ class TransferRequest(Request):
     tenant_salt: TenantSalt
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
     deadline_ms: float = Field(gt=0)
+    by_cost: bool = False
 
 
 class TransferReply(CacheReply):
     """Where the time of a handoff went: `lease_ms` to the ticket, `open_ms` opening the source's pool (about 0 once it
     is open), `head_ms` the native head, `copy_ms` reading `bytes` from the source, `map_ms` mapping, `write_ms` writing
-    the target's blocks; `total_ms` also counts waiting for compute between them."""
+    the target's blocks; `total_ms` also counts waiting for compute between them.
+
+    `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
+    conversation that went less far: neither they nor their `bytes` were read again."""
 
     mapper: str
     map_ms: float
@@ -150,6 +159,9 @@ class TransferReply(CacheReply):
     open_ms: float = 0.0
     head_ms: float = 0.0
     write_ms: float = 0.0
+    decision: Literal["map", "hybrid"] = "map"
+    reason: str = "asked"
+    reused_tokens: int = 0
 
 
 class LeaseRequest(Request):
@@ -313,11 +325,15 @@ class BundleInfo(Reply):
 
 
 class Rates(Reply):
-    """Measured medians, in tokens per second; None until measured."""
+    """Measured medians, in tokens per second; None until measured. By length: pairs of the lower end of a range of
+    lengths (0, 1, 2, 4, ...) and the rate in it; for prefill the tokens that stand before those read, for handoffs
+    (lease and all) those mapped. Only what was measured lately counts there."""
 
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
     map_tokens_per_s: float | None = None
+    prefill_by_length: list[tuple[int, float]] = []
+    handoff_by_length: list[tuple[int, float]] = []
 
 
 class WorkerInfo(Reply):

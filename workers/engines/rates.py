@@ -1,37 +1,100 @@
-"""`RateMeter`: tokens per second as measured lately, medians over a window."""
+"""`RateMeter`: what things took lately; `Costs`: what they will take, by length.
+
+Reading a token costs more the more tokens stand before it; a handoff has a price of its own beside that of each token.
+So samples are kept apart by length, in powers of two, and a median of each is the rate there.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from workers.api.schemas import Rates
 
-Kind = Literal["prefill", "decode", "map"]
+Kind = Literal["prefill", "decode", "map", "handoff"]
 
 WINDOW = 64
-MIN_TOKENS: dict[str, int] = {"prefill": 32, "decode": 1, "map": 32}
+WINDOW_A_LENGTH = 16
+FRESH_S = 600.0  # what was measured longer ago is worth measuring again
+CHUNK_TOKENS = 256
+MIN_TOKENS: dict[str, int] = {"prefill": 32, "decode": 1, "map": 32, "handoff": 1}
+
+
+class Sample(NamedTuple):
+    at: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Tokens per second as measured, by length: of reading, by the tokens that stand before (0, 1, 2, 4, ...); of
+    handoffs, lease and all, by the tokens that they map. A length that was not measured counts as its neighbour."""
+
+    prefill: Mapping[int, float] = field(default_factory=dict)
+    handoff: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def are_known(self) -> bool:
+        return bool(self.prefill and self.handoff)
+
+    def prefill_s(self, begin: int, end: int) -> float:
+        """Reading tokens `[begin, end)` over those before."""
+        starts = range(begin, end, CHUNK_TOKENS)
+        return sum((min(end, at + CHUNK_TOKENS) - at) / _nearest(self.prefill, at) for at in starts)
+
+    def handoff_s(self, num_tokens: int) -> float:
+        """Mapping `num_tokens` tokens."""
+        return num_tokens / _nearest(self.handoff, num_tokens) if num_tokens > 0 else 0.0
 
 
 class RateMeter:
     """Records how long tokens took. Samples of very few tokens say nothing about long ones and are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._samples: dict[str, deque[float]] = {kind: deque(maxlen=WINDOW) for kind in MIN_TOKENS}
+        self._by_length: dict[tuple[str, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=WINDOW_A_LENGTH))
 
-    def record(self, kind: Kind, num_tokens: int, seconds: float) -> None:
+    def record(self, kind: Kind, num_tokens: int, seconds: float, *, length: int = 0) -> None:
+        """`length` is what the rate depends on: the tokens before those read, or those of the handoff."""
         if num_tokens >= MIN_TOKENS[kind] and seconds > 0:
             self._samples[kind].append(num_tokens / seconds)
+            self._by_length[kind, _edge(length)].append(Sample(self._clock(), num_tokens / seconds))
 
     def rate(self, kind: Kind) -> float | None:
         """Median tokens per second, None until measured."""
         samples = list(self._samples[kind])
         return median(samples) if samples else None
 
+    def by_length(self, kind: Kind) -> dict[int, float]:
+        """Medians of what is fresh, by the lower end of each range of lengths."""
+        oldest = self._clock() - FRESH_S
+        lengths = [(length, list(samples)) for (of, length), samples in list(self._by_length.items()) if of == kind]
+        fresh = {length: [rate for at, rate in samples if at >= oldest] for length, samples in lengths}
+        return {length: median(rates) for length, rates in sorted(fresh.items()) if rates}
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.by_length("prefill"), self.by_length("handoff"))
+
     def snapshot(self) -> Rates:
         return Rates(
             prefill_tokens_per_s=self.rate("prefill"),
             decode_tokens_per_s=self.rate("decode"),
             map_tokens_per_s=self.rate("map"),
+            prefill_by_length=list(self.by_length("prefill").items()),
+            handoff_by_length=list(self.by_length("handoff").items()),
         )
+
+
+def _edge(length: int) -> int:
+    """The largest power of two that is not above `length`; 0 for none."""
+    return 1 << (length.bit_length() - 1) if length else 0
+
+
+def _nearest(rates: Mapping[int, float], length: int) -> float:
+    return rates[min(rates, key=lambda edge: abs(edge.bit_length() - length.bit_length()))]

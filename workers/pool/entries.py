@@ -30,7 +30,8 @@ class CacheEntry:
     """A finished cache. Its blocks are never written again; the last one may be partly filled.
 
     Tokens inside `mapped` (which may be empty) came from a mapper; those before it are exact, those after it were read
-    over a mapped cache. Either of the latter makes the whole cache `mapped:<bundle id>`.
+    over a mapped cache. Either of the latter makes the whole cache `mapped:<bundle id>`. `is_hybrid` tells that more
+    of it was left to native reading than its handoff was asked for.
     """
 
     cache_id: str
@@ -42,6 +43,7 @@ class CacheEntry:
     expires_at: float
     provenance: Provenance = EXACT
     mapped: Span | None = None
+    is_hybrid: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -129,9 +129,10 @@ class Pool(PoolMemory):
         ttl_s: float,
         provenance: Provenance = EXACT,
         mapped: Span | None = None,
+        is_hybrid: bool = False,
     ) -> CacheEntry:
         """Make a cache of blocks that the caller holds and has finished writing. `mapped` goes with a provenance other
-        than exact. The cache is a user of its own: the caller still releases its hold."""
+        than exact, `is_hybrid` with `mapped`. The cache is a user of its own: the caller still releases its hold."""
         self._check_put(blocks, token_ids, provenance, mapped)
         digest = token_digest(token_ids, salt)
         keys = block_chain(token_ids, self._identity(salt, EXACT)) if provenance == EXACT else []
@@ -146,6 +147,7 @@ class Pool(PoolMemory):
             expires_at=now + ttl_s,
             provenance=provenance,
             mapped=mapped,
+            is_hybrid=is_hybrid,
         )
         with self._changed:
             self._ledger.share(entry.blocks)
@@ -183,6 +185,7 @@ class Pool(PoolMemory):
                 ttl_s=ttl_s,
                 provenance=base.provenance if base else EXACT,
                 mapped=_mapped_below(base.mapped, kv.start) if base and base.mapped else None,
+                is_hybrid=base is not None and base.is_hybrid,
             )
 
     def get(self, cache_id: str, salt: str, *, require_exact: bool = False) -> CacheEntry:

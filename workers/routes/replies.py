@@ -14,12 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from workers.api.errors import BundleUnusable, CacheUnusable, DeadlineExceeded, InvalidRequest, KvrelayError
+from workers.api.errors import (
+    BundleUnusable,
+    CacheUnusable,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrelayError,
+    PrefillCheaper,
+)
 
 log = structlog.get_logger()
 
 CLIENT_CLOSED_REQUEST = 499
-NO_RETRY = (CacheUnusable, BundleUnusable, DeadlineExceeded, InvalidRequest)
+NO_RETRY = (CacheUnusable, BundleUnusable, PrefillCheaper, DeadlineExceeded, InvalidRequest)
 
 
 # Fields whose values are a tenant's own: no error repeats them.

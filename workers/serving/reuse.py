@@ -48,7 +48,10 @@ class Reuse:
     def path(self) -> Path:
         if not self.num_tokens:
             return "prefill"
-        return "exact" if self.provenance == EXACT else "mapped"
+        entry = self.hold.entry if self.hold else None
+        if entry is None or entry.is_exact:
+            return "exact"
+        return "hybrid" if entry.is_hybrid else "mapped"
 
 
 @contextmanager

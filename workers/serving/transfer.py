@@ -50,6 +50,8 @@ class Transfers:
                 readers=self.readers,
                 transports=self.transports,
                 observe=self._count,
+                costs=lambda: engine.rates.costs,
+                native_share=settings.native_share,
             )
         )
 
@@ -86,3 +88,4 @@ class Transfers:
             self._metrics.transfer_tokens.inc(outcome.num_mapped)
             self._metrics.transfer_bytes.inc(outcome.reply.bytes)
             self._engine.rates.record("map", outcome.num_mapped, outcome.mapping_s)
+            self._engine.rates.record("handoff", outcome.num_mapped, outcome.seconds, length=outcome.num_mapped)

@@ -65,6 +65,22 @@ async def test_a_mapped_answer_is_the_replay(pair: Pair, folder: Path, small_fol
     assert usage["cached_tokens"] == reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_a_hybrid_answer_is_the_replay_with_its_longer_tail(
+    pair: Pair, folder: Path, small_folder: Path, bundle: Path
+) -> None:
+    small, _ = pair
+    async with serving(folder, id="large", peers={"small": small.app}, bundles=[bundle], native_share=0.5) as large:
+        large.worker.engine.rates.record("prefill", 1000, 10.0)
+        large.worker.engine.rates.record("handoff", 64, 0.01, length=64)
+        moved = await handed_over((small, large), by_cost=True)
+        reply = await large.chat(cache_id=moved.cache_id, max_tokens=NUM)
+        usage, prompt = reply["kv_transfer_params"], large.prompt()
+    assert moved.decision == usage["path"] == "hybrid" and moved.num_tokens < len(prompt) - TAIL
+    assert usage["mapped_tokens"] == moved.num_tokens - HEAD
+    expected = replayed(folder, small_folder, bundle, prompt, moved.num_tokens, NUM)
+    assert content(reply) == large.text(expected)
+
+
 async def test_mapped_caches_are_never_found_by_their_tokens(pair: Pair) -> None:
     _, large = pair
     moved = await handed_over(pair)

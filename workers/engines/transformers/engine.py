@@ -109,9 +109,9 @@ class TransformersSequence(TokenSequence):
     # What follows runs on the compute thread.
 
     def _prefill(self, token_ids: Sequence[int]) -> None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.num_tokens
         self._logits = self._forward(token_ids, num_logits=1)[-1]
-        self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began)
+        self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
 
     def _decode(self, token: Token, sampler: Sampler) -> Token:
         began = time.perf_counter()

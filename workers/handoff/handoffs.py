@@ -1,0 +1,256 @@
+"""The move.
+
+    1. ticket    lease the source cache; check tenant, tokens, weights, provenance, layout
+    2. decide    what stands here mapped already is shared; by cost, map less than asked, or not at all
+    3. room      blocks of our own pool, and the source's pool open
+    4. head      the first few tokens, read natively by our model from the ticket's token ids
+    5. chunks    read the source blocks, map them layer by layer, write ours: one compute step each, so that others
+                 decode in between; deadline and the source's generations are checked at each
+    6. put       the new cache gets its id and is marked as mapped
+    finally      our hold on the blocks goes, and the lease, whatever happened
+
+Equal handoffs that run at once are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor
+
+from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, PrefillCheaper, TransferFailed
+from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
+from workers.handoff.decide import Ask, decide
+from workers.handoff.made import Made
+from workers.handoff.plan import Plan, plan_handoff
+from workers.handoff.target import HandoffTarget, Outcome, Peer
+from workers.pool.blocks import blocks_for
+from workers.pool.entries import CacheEntry, Hold, Span
+from workers.sharing import Job, SharedWork
+from workers.transports import choose
+from workers.transports.base import Reader
+
+log = logging.getLogger(__name__)
+
+LEASE_MARGIN_S = 5.0  # a lease outlives the first caller's deadline by this much; a more patient one may join
+MAX_LEASE_S = 600.0
+RELEASE_TIMEOUT_S = 1.0
+
+
+@dataclass
+class Clock:
+    """Seconds spent in the parts of one handoff. Mapping and writing interleave; `mapping_s` holds both."""
+
+    started: float = field(default_factory=time.perf_counter)
+    lease_s: float = 0.0
+    head_s: float = 0.0
+    open_s: float = 0.0
+    copy_s: float = 0.0
+    mapping_s: float = 0.0
+    write_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return time.perf_counter() - self.started
+
+
+class Handoffs:
+    """The handoffs into one worker. For use on one event loop."""
+
+    def __init__(self, target: HandoffTarget):
+        self._target = target
+        self._made = Made(target.pool)
+        self._work: SharedWork[TransferReply] = SharedWork(max_jobs=target.max_handoffs)
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def transfer(self, request: TransferRequest, *, peer: Peer) -> TransferReply:
+        """Bring a cache of `peer` over. `peer` is the client of `request.source_worker`.
+
+        Raises `CacheNotFound`, `CacheStale`, `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`,
+        `InvalidRequest`, `Overloaded` (also when our pool is full), `DeadlineExceeded`, `TransferFailed`,
+        `WorkerUnavailable`, and with `by_cost` `PrefillCheaper`. Nothing of it stays behind then, nor when the
+        caller is cancelled.
+        """
+        if request.target_model not in (None, self._target.model):
+            raise InvalidRequest(
+                f"unknown model {request.target_model!r}; this worker has {self._target.model}", param="target_model"
+            )
+        key = tuple(request.model_dump(exclude={"deadline_ms"}).values())
+        deadline = time.monotonic() + request.deadline_ms / 1000
+        return await self._work.run(key, deadline, lambda job: self._observed(request, peer, job))
+
+    async def aclose(self) -> None:
+        """Stop what runs; wait until it is cleaned up and the leases are given back."""
+        await self._work.aclose()
+        if self._releases:
+            await asyncio.wait(self._releases)
+
+    async def _observed(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> TransferReply:
+        clock = Clock()
+        try:
+            plan, reply = await self._hand_over(request, peer, job, clock)
+        except (KvrelayError, asyncio.CancelledError) as error:
+            result = error.code if isinstance(error, KvrelayError) else "cancelled"
+            self._target.observe(Outcome(result, clock.total_s))
+            raise
+        self._target.observe(Outcome("ok", clock.total_s, plan.num_mapped, reply))
+        return reply
+
+    async def _hand_over(
+        self, request: TransferRequest, peer: Peer, job: Job[TransferReply], clock: Clock
+    ) -> tuple[Plan, TransferReply]:
+        ticket = await self._lease(request, peer, job)
+        clock.lease_s = clock.total_s
+        try:
+            plan = plan_handoff(request, ticket, self._target.pool, self._target.mappers())
+            before, reused = self._made.longest(plan, request.tenant_salt)
+            with before:
+                plan = self._decided(replace(plan, reused=reused), request, job)
+                entry = await self._bring(plan, before.blocks, request, job, clock)
+        finally:
+            self._give_back(peer, ticket)
+        return plan, _reply(entry, plan, self._target.pool.epoch, clock)
+
+    async def _lease(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> Ticket:
+        """A ticket that lasts as long as this handoff may. One that is granted and never arrives expires by itself."""
+        job.check()
+        ttl_s = min(job.remaining_s + LEASE_MARGIN_S, MAX_LEASE_S)
+        lease = LeaseRequest(ttl_s=ttl_s, tenant_salt=request.tenant_salt)
+        return await peer.lease(request.cache_id, lease, timeout_s=job.remaining_s)
+
+    def _decided(self, plan: Plan, request: TransferRequest, job: Job[TransferReply]) -> Plan:
+        """The plan as its costs allow. Raises `PrefillCheaper`, `DeadlineExceeded`."""
+        if not request.by_cost:
+            return plan
+        target = self._target
+        ask = Ask(
+            head=plan.head,
+            reused=plan.reused,
+            end=plan.num_tokens,
+            standing=plan.ticket.num_tokens,
+            block_tokens=target.pool.layout.block_tokens,
+            remaining_s=job.remaining_s,
+            share=target.native_share,
+        )
+        decision = decide(ask, target.costs())
+        told = f"{decision.predicted_s or 0:.3f} s to hand {plan.num_tokens} tokens over"
+        if decision.kind == "prefill":
+            raise PrefillCheaper(f"{told}, {decision.native_s or 0:.3f} s to read them: read them")
+        if decision.kind == "late":
+            raise DeadlineExceeded(f"{told} are predicted, {job.remaining_s:.3f} s are left")
+        return replace(plan, num_tokens=decision.end, is_hybrid=decision.kind == "hybrid", reason=decision.reason)
+
+    async def _bring(
+        self, plan: Plan, before: Sequence[int], request: TransferRequest, job: Job[TransferReply], clock: Clock
+    ) -> CacheEntry:
+        pool, run_step = self._target.pool, self._target.run_step
+        shared = tuple(before[: plan.reused // pool.layout.block_tokens])
+        with ExitStack() as held:
+            # Entered inside the steps: a result of a step that ends under cancellation would be lost with its hold.
+            ours: list[Hold] = []
+            readers: list[Reader] = []
+            needed = blocks_for(plan.num_tokens, pool.layout.block_tokens) - len(shared)
+            await run_step(lambda: ours.append(held.enter_context(pool.allocate(needed))))
+            await run_step(lambda: readers.append(self._open(plan.ticket, request.source_worker, clock)))
+            blocks, reader = shared + ours[0].blocks, readers[0]
+            if plan.head and not shared:
+                job.check()
+                await self._read_head(plan, blocks, clock)
+            for begin, end in chunks(plan.begin, plan.num_tokens, self._target.chunk_tokens):
+                job.check()
+                await run_step(partial(self._move, plan, reader, blocks, begin, end, clock))
+            entry = pool.put(
+                blocks,
+                plan.token_ids,
+                request.tenant_salt,
+                ttl_s=request.ttl_s,
+                provenance=plan.provenance,
+                mapped=Span(plan.head, plan.num_tokens),
+                is_hybrid=plan.is_hybrid,
+            )
+        self._made.note(entry)
+        return entry
+
+    def _open(self, ticket: Ticket, peer_name: str, clock: Clock) -> Reader:
+        started = time.perf_counter()
+        choose([ticket.pool.kind], self._target.transports)
+        reader = self._target.readers.get(peer_name, ticket.pool, ticket.layout)
+        clock.open_s = time.perf_counter() - started
+        return reader
+
+    async def _read_head(self, plan: Plan, blocks: Sequence[int], clock: Clock) -> None:
+        started = time.perf_counter()
+        kv = await self._target.prefill_head(plan.token_ids[: plan.head])
+        if (kv.start, kv.num_tokens) != (0, plan.head):
+            raise TransferFailed(f"the engine read {kv.num_tokens} tokens from {kv.start}, asked for [0, {plan.head})")
+        await self._target.run_step(lambda: self._target.pool.scatter(blocks, kv))
+        clock.head_s = time.perf_counter() - started
+
+    def _move(self, plan: Plan, reader: Reader, blocks: Sequence[int], begin: int, end: int, clock: Clock) -> None:
+        """One chunk, from the source's blocks to ours. Runs on the compute thread."""
+        started = time.perf_counter()
+        chunk = reader.read(plan.ticket.blocks, plan.ticket.generations, begin, end)
+        clock.copy_s += (copied := time.perf_counter()) - started
+        with self._target.pool.writing(blocks, begin, end) as write:
+            plan.mapper.map_into(chunk, _timed(write, clock))
+        clock.mapping_s += time.perf_counter() - copied
+
+    def _give_back(self, peer: Peer, ticket: Ticket) -> None:
+        """End the lease without waiting for it: the peer may be frozen, and its leases expire."""
+        release = asyncio.create_task(_release(peer, ticket))
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
+
+
+def chunks(begin: int, end: int, size: int) -> list[tuple[int, int]]:
+    """`[begin, end)` cut at the multiples of `size`; no chunk if it is empty."""
+    if begin >= end:
+        return []
+    cuts = [begin, *range(begin // size * size + size, end, size), end]
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+def _timed(write: Callable[[int, Tensor, Tensor], None], clock: Clock) -> Callable[[int, Tensor, Tensor], None]:
+    def sink(layer: int, keys: Tensor, values: Tensor) -> None:
+        started = time.perf_counter()
+        write(layer, keys, values)
+        clock.write_s += time.perf_counter() - started
+
+    return sink
+
+
+async def _release(peer: Peer, ticket: Ticket) -> None:
+    try:
+        async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            await peer.release(ticket.cache_id, ticket.lease_id, timeout_s=RELEASE_TIMEOUT_S)
+    except (KvrelayError, TimeoutError) as error:
+        log.info("a lease was not given back and will expire: %s", error)
+
+
+def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferReply:
+    return TransferReply(
+        cache_id=entry.cache_id,
+        num_tokens=entry.num_tokens,
+        digest=entry.digest,
+        epoch=epoch,
+        expires_at=entry.expires_at,
+        provenance=entry.provenance,
+        mapper=plan.mapper.bundle_id,
+        lease_ms=clock.lease_s * 1000,
+        open_ms=clock.open_s * 1000,
+        head_ms=clock.head_s * 1000,
+        copy_ms=clock.copy_s * 1000,
+        map_ms=(clock.mapping_s - clock.write_s) * 1000,
+        write_ms=clock.write_s * 1000,
+        total_ms=clock.total_s * 1000,
+        bytes=plan.source_bytes(plan.num_mapped),
+        decision="hybrid" if plan.is_hybrid else "map",
+        reason=plan.reason,
+        reused_tokens=plan.reused,
+    )

@@ -1,0 +1,75 @@
+"""What a handoff asks of the worker that it goes into, and of the one that it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mappers.cache import KVCache
+from mappers.mapper import Mapper
+from workers.api.schemas import LeaseRequest, Ticket, TransferReply
+from workers.engines.rates import Costs
+from workers.pool.pool import Pool
+from workers.transports.readers import Readers
+
+CHUNK_TOKENS = 512
+MAX_HANDOFFS = 16
+
+
+class Peer(Protocol):
+    """The two calls of the source worker that a handoff makes."""
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket: ...
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None: ...
+
+
+class RunStep(Protocol):
+    """Runs one bounded step of work off the event loop, among the steps of other requests.
+
+    When the awaiting task is cancelled, a step that has not begun never runs, and one that runs is waited for before
+    the cancellation goes on: its memory may be freed then. `Compute.run` does this.
+    """
+
+    def __call__(self, step: Callable[[], Any], /) -> Awaitable[Any]: ...
+
+
+# Reads the first tokens of a prompt natively: their KV from position 0, in tensors that nobody else writes to.
+PrefillHead = Callable[[Sequence[int]], Awaitable[KVCache]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code, or `cancelled`; `reply` is there
+    if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
+
+    result: str
+    seconds: float
+    num_mapped: int = 0
+    reply: TransferReply | None = None
+
+    @property
+    def mapping_s(self) -> float:
+        """What the mapped tokens cost: reading the source, mapping, writing."""
+        return (self.reply.copy_ms + self.reply.map_ms + self.reply.write_ms) / 1000 if self.reply else 0.0
+
+
+@dataclass(frozen=True)
+class HandoffTarget:
+    """What the receiving worker lends to its handoffs. `mappers` gives those usable at the moment of the call,
+    `transports` names those that it reads. `observe` hears of each handoff once. `costs` tells what reading and
+    handoffs take, as measured; `native_share` of a full prefill is what a handoff by cost may take."""
+
+    pool: Pool
+    model: str
+    mappers: Callable[[], Sequence[Mapper]]
+    prefill_head: PrefillHead
+    run_step: RunStep
+    readers: Readers
+    transports: Sequence[str]
+    observe: Callable[[Outcome], None] = lambda outcome: None
+    costs: Callable[[], Costs] = Costs
+    native_share: float = 0.0
+    chunk_tokens: int = CHUNK_TOKENS
+    max_handoffs: int = MAX_HANDOFFS
