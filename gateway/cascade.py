@@ -24,10 +24,11 @@ import structlog
 from gateway import asks, handoff, routing
 from gateway.audit import cache_access
 from gateway.deadline import Deadline
+from gateway.early import EarlyHandoff, Handed
 from gateway.errors import NoUsableWorker
 from gateway.fleet import Fleet, Tier
 from gateway.gathered import Chunk
-from gateway.handoff import Prefill, Rates, Transfer, UseOwn
+from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn
 from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.policies import Token, Verdict
@@ -88,6 +89,7 @@ class Cascade:
         self._turn = turn
         self._times = parts.settings.deadlines
         self._held = AsyncExitStack()
+        self._early: EarlyHandoff | None = None
         self._was_read_in_full = False  # by the target: the last way but the small model's answer
         asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
         chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
@@ -167,11 +169,12 @@ class Cascade:
         try:
             read, stream = await self._small_answer(by)
             with self._turn.upstream("small_answer"):
-                tokens = await self._to_be_judged(stream, by)
+                tokens = await self._to_be_judged(read, stream, by)
         except KvrelayError as error:
             return await self._fall_back(error)
         verdict = self._judged(self.policy.judge(tokens))
         if verdict.accept:
+            self._let_go_early()
             return stream
         if not self.target.is_usable:
             self._fell_back("large_no_usable_worker")
@@ -179,11 +182,16 @@ class Cascade:
         await stream.aclose()
         return await self._take_over(read)
 
-    async def _to_be_judged(self, stream: Stream, by: Deadline) -> list[Token]:
-        """The answer's first tokens; or what the small model replies when it is asked about its answer."""
-        tokens = await stream.first_tokens(self.policy.num_judged_tokens, by)
+    async def _to_be_judged(self, read: Read | None, stream: Stream, by: Deadline) -> list[Token]:
+        """The answer's first tokens, fewer where they leave no doubt; or what the small model replies when it is asked
+        about its answer. Where an escalation is likely, its handoff begins meanwhile."""
+        num_judged, foresight = self.policy.num_judged_tokens, self.policy.foresee(stream.answer.tokens)
+        while foresight != "certain" and await stream.read_on(num_judged, by):
+            foresight = self.policy.foresee(stream.answer.tokens)
+            if foresight == "likely":
+                self._begin_early(read)
         if self.policy.follow_up is None:
-            return tokens
+            return stream.answer.tokens[:num_judged]
         request = asks.follow_up(self._turn, stream.answer, self.policy.follow_up, self.policy.num_top_logprobs, by)
         reply = await stream.worker.open_answer(request, first_by=by, deadline=by)
         self._held.push_async_callback(reply.aclose)
@@ -234,9 +242,11 @@ class Cascade:
         self._turn.escalated_at = time.monotonic()
         if not self._turn.may_map:
             return await self._natively(self.target)
-        stream = await self._from_own_at_once()
-        if stream is not None:
-            return stream
+        if self._early is None and (own := self._own_at_hand()) is not None:
+            try:
+                return await self._from_own(own, own.entry.num_tokens + self._turn.unread_bytes(own.num_messages))
+            except KvrelayError as error:
+                log.info("own_cache_failed", code=error.code)
         try:
             if read is None:
                 read = await self._read(self._turn.deadline.share(self._times.small_share))
@@ -245,50 +255,66 @@ class Cascade:
         except KvrelayError as error:
             return await self._fall_back(error)
 
-    async def _from_own_at_once(self) -> Stream | None:
-        """From a cache of its own that leaves little unread, the target answers without the small model's help."""
+    def _own_at_hand(self) -> Found | None:
+        """A cache of its own that leaves little unread: with it the target needs no help of the small model's."""
         own = self._turn.known[self.target.name].best()
         if own is None or own.num_messages < self._turn.num_stable:
             return None
         unread = self._turn.unread_bytes(own.num_messages)
-        if unread > self._parts.settings.handoff.max_unread_bytes:
-            return None
-        try:
-            return await self._from_own(own, own.entry.num_tokens + unread)
-        except KvrelayError as error:
-            log.info("own_cache_failed", code=error.code)
-            return None
+        return own if unread <= self._parts.settings.handoff.max_unread_bytes else None
 
-    async def _hand_over(self, read: Read) -> Stream:
-        """Plans by the counts and rates at hand, and carries the plan out."""
-        self._turn.phase = "transfer"
+    def _begin_early(self, read: Read | None) -> None:
+        """Begins the handoff that is likely to come, where one would."""
+        if self._early is not None or read is None or not self._turn.may_map or not self.target.is_usable:
+            return
+        worker, plan = self._plan(read)
+        if isinstance(plan, Transfer) and self._own_at_hand() is None:
+            transfer = self._transferred(read, worker, plan)
+            self._early = EarlyHandoff(transfer, self._parts.metrics)
+            self._held.push_async_callback(self._early.aclose)
+
+    def _let_go_early(self) -> None:
+        if self._early is not None:
+            self._early.let_go()
+
+    def _plan(self, read: Read) -> tuple[Worker, Plan]:
+        """By the counts and rates at hand."""
         known = self._turn.known[self.target.name]
         worker = self.target.pick(preferred=known.found[0].entry.worker if known.found else None)
         rates = Rates(worker.prefill_tokens_per_s, worker.map_tokens_per_s)
-        remaining_s = self._turn.deadline.remaining_s
-        match handoff.plan(
-            read.num_tokens, known.found, rates, remaining_s, self._parts.settings.handoff, self._times
-        ):
-            case UseOwn(found):
+        remaining_s, settings = self._turn.deadline.remaining_s, self._parts.settings.handoff
+        return worker, handoff.plan(read.num_tokens, known.found, rates, remaining_s, settings, self._times)
+
+    async def _hand_over(self, read: Read) -> Stream:
+        """Carries the plan out; or what is left of a handoff that has begun."""
+        if self._early is not None:
+            self._turn.report.early_handoff = True
+            with self._turn.upstream("transfer"):
+                handed = await self._early.result()
+            return await self._from_handed(read, handed)
+        self._turn.phase = "transfer"
+        match self._plan(read):
+            case _, UseOwn(found):
                 return await self._from_own(found, read.num_tokens)
-            case Transfer(num_tokens, budget_s):
-                return await self._from_handoff(read, worker, num_tokens, budget_s)
-            case Prefill(reason, failed):
-                if failed:
-                    self._fell_back(reason)
+            case worker, Transfer() as plan:
+                with self._turn.upstream("transfer"):
+                    handed = await self._transferred(read, worker, plan)
+                return await self._from_handed(read, handed)
+            case _, Prefill(reason, failed=True):
+                self._fell_back(reason)
         return await self._plain(self.target)
 
-    async def _from_handoff(self, read: Read, worker: Worker, num_tokens: int, budget_s: float) -> Stream:
-        """The small model's cache, mapped into the target's pool; and the answer from it."""
+    async def _transferred(self, read: Read, worker: Worker, plan: Transfer) -> Handed:
+        """The small model's cache, mapped into the target's pool."""
         turn, settings, metrics = self._turn, self._parts.settings.handoff, self._parts.metrics
-        by = Deadline.after(budget_s).earlier(turn.deadline)
+        by = Deadline.after(plan.budget_s).earlier(turn.deadline)
+        source, num_tokens = read.worker.id, plan.num_tokens
         request = asks.transfer(
-            turn, settings, cache_id=read.cache_id, source_worker=read.worker.id, num_tokens=num_tokens, by=by
+            turn, settings, cache_id=read.cache_id, source_worker=source, num_tokens=num_tokens, by=by
         )
         started = time.monotonic()
         try:
-            with turn.upstream("transfer"):
-                reply = await worker.transfer(request, by)
+            reply = await worker.transfer(request, by)
         except KvrelayError as error:
             metrics.handoffs.labels(error.code).inc()
             if isinstance(error, CacheUnusable) and read.found is not None:
@@ -297,10 +323,13 @@ class Cascade:
         took_s = time.monotonic() - started
         made, count = reply.cache_id, reply.num_tokens
         cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=read.cache_id)
-        turn.report.transferred(reply, took_s * 1000)
         metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
-        stream = await self._from_cache(worker, reply.cache_id, read.num_tokens)
-        turn.report.path = "mapped"
+        return Handed(worker, reply, took_s)
+
+    async def _from_handed(self, read: Read, handed: Handed) -> Stream:
+        self._turn.report.transferred(handed.reply, handed.took_s * 1000)
+        stream = await self._from_cache(handed.worker, handed.reply.cache_id, read.num_tokens)
+        self._turn.report.path = "mapped"
         return stream
 
     async def _from_own(self, own: Found, num_tokens: int) -> Stream:
@@ -357,6 +386,7 @@ class Cascade:
 
     async def _fall_back(self, error: KvrelayError) -> Stream:
         """A full prefill, in place of the fast path that failed."""
+        self._let_go_early()
         in_small = self._turn.phase.startswith("small")
         if in_small and isinstance(error, InvalidRequest) and not isinstance(error, ContextLengthExceeded):
             raise error  # the client's mistake, which the target would only find again

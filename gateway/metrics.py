@@ -67,6 +67,9 @@ class Metrics:
             "full_prefill_fallback_total", "Answers that a failed fast path left to a full prefill", "reason"
         )
         self.handoffs = count("handoffs_total", "Handoffs asked for, by what came of it", "result")
+        self.early_handoffs = count(
+            "early_handoffs_total", "Handoffs begun while the small model still wrote: used, or dropped", "result"
+        )
         self.handoff_duration = spread("handoff_duration_seconds", "A handoff, as the gateway waits", TTFT_BUCKETS)
         self.prefill_seconds_saved = count(
             "prefill_seconds_saved_total", "Predicted prefill of what was handed over, less the time of the handoff"

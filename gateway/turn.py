@@ -51,7 +51,8 @@ class Report:
     """The reply's `kvrelay` field. Times in milliseconds, counts in tokens; what did not happen is null.
 
     `handoff_tokens` were handed over to the answering model (its native head among them), `mapped_tokens` of what it
-    attended over came from a mapper. `prefill_ms` is the answering model's own reading.
+    attended over came from a mapper; an early handoff began while the small model still wrote. `prefill_ms` is the
+    answering model's own reading.
     """
 
     tier: str | None = None
@@ -70,6 +71,7 @@ class Report:
     transfer_ms: float | None = None
     bytes: int | None = None
     handoff_tokens: int | None = None
+    early_handoff: bool = False
     mapped_tokens: int | None = None
     cached_tokens: int | None = None
     mapper: str | None = None

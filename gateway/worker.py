@@ -194,9 +194,16 @@ class Stream:
 
     async def first_tokens(self, num_tokens: int, by: Deadline) -> list[Token]:
         """The first `num_tokens` tokens of the answer with their log-probabilities, or all where it has fewer."""
-        while len(self.answer.tokens) < num_tokens and not self.has_ended:
-            await self._pull(by)
+        while await self.read_on(num_tokens, by):
+            pass
         return self.answer.tokens[:num_tokens]
+
+    async def read_on(self, num_tokens: int, by: Deadline) -> bool:
+        """Reads the next chunk; False where that is not needed for so many tokens, or the answer has ended."""
+        if len(self.answer.tokens) >= num_tokens or self.has_ended:
+            return False
+        await self._pull(by)
+        return True
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while self._held or not self.has_ended:

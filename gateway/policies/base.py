@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 Route = Literal["answer", "cascade", "escalate"]
 Streaming = Literal["decide_first", "buffer", "stream_small"]
+Foresight = Literal["open", "likely", "certain"]
 
 WHOLE_ANSWER = sys.maxsize  # as a count of judged tokens
 
@@ -99,6 +100,11 @@ class Policy(BaseModel):
     def judge(self, tokens: Sequence[Token]) -> Verdict:
         """Judges by the first tokens of the answer, or of the reply to `follow_up`."""
         raise NotImplementedError
+
+    def foresee(self, tokens: Sequence[Token]) -> Foresight:
+        """Whether an answer that begins with these tokens will be rejected: `certain` means whatever follows, `likely`
+        that a handoff may begin on the guess."""
+        return "open"
 
     def check(self, tiers: Sequence[str]) -> None:
         """Raises `ValueError` where the settings do not fit the configured tiers."""

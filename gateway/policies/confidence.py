@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from gateway.policies.base import WHOLE_ANSWER, Cascading, Token, Verdict
+from gateway.policies.base import WHOLE_ANSWER, Cascading, Foresight, Token, Verdict
 from gateway.policies.scores import SCORES, Score
+
+CERTAIN = Token("", 0.0, (("", 0.0),))
 
 
 class Confidence(Cascading):
@@ -16,7 +18,9 @@ class Confidence(Cascading):
     least `threshold`, by default the score's own.
 
     Judging the first tokens only lets an escalation start before the small model has finished; they carry most of the
-    signal, since a model that does not know begins to waver early.
+    signal, since a model that does not know begins to waver early. An escalation that is certain starts at once. From
+    `speculate_after` tokens on, a score below the threshold is taken for a sign of one to come, and the handoff begins
+    beside the decode (null: never on a guess).
     """
 
     name: ClassVar[str] = "confidence"
@@ -24,6 +28,7 @@ class Confidence(Cascading):
     quantile: float = Field(default=0.1, gt=0, lt=1)
     threshold: float | None = None
     num_tokens: int = Field(default=16, ge=1)
+    speculate_after: int | None = Field(default=4, ge=1)
 
     @field_validator("score")
     @classmethod
@@ -55,8 +60,28 @@ class Confidence(Cascading):
 
     def judge(self, tokens: Sequence[Token]) -> Verdict:
         judged = tokens[: self.num_judged_tokens]
-        if not judged or (self.num_top_logprobs and not all(token.top for token in judged)):
+        if not self._can_score(judged):
             return Verdict(False, "no_logprobs")
         found = self.scoring.of(judged, self.quantile)
-        threshold = self.scoring.threshold if self.threshold is None else self.threshold
-        return Verdict(True, "confident", found) if found >= threshold else Verdict(False, "unsure", found)
+        return Verdict(True, "confident", found) if found >= self._least else Verdict(False, "unsure", found)
+
+    def foresee(self, tokens: Sequence[Token]) -> Foresight:
+        judged = tokens[: self.num_judged_tokens]
+        if not self._can_score(judged):
+            return "open"
+        if self.num_judged_tokens != WHOLE_ANSWER and self._best_score(judged) < self._least:
+            return "certain"
+        early = self.speculate_after is not None and len(judged) >= self.speculate_after
+        return "likely" if early and self.scoring.of(judged, self.quantile) < self._least else "open"
+
+    def _best_score(self, begun: Sequence[Token]) -> float:
+        """With nothing but certain tokens to follow. An answer that ends sooner scores no better."""
+        rest = [CERTAIN] * (self.num_judged_tokens - len(begun))
+        return self.scoring.of([*begun, *rest], self.quantile)
+
+    def _can_score(self, tokens: Sequence[Token]) -> bool:
+        return bool(tokens) and (not self.num_top_logprobs or all(token.top for token in tokens))
+
+    @property
+    def _least(self) -> float:
+        return self.scoring.threshold if self.threshold is None else self.threshold

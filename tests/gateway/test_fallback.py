@@ -35,7 +35,7 @@ from workers.api.errors import (
 from workers.api.fake import FakeWorker
 from workers.api.schemas import Rates
 
-DEADLINES = {"request_s": 4.0, "decode_reserve_s": 0.5, "small_share": 0.25}
+DEADLINES = {"request_s": 4.0, "decode_reserve_s": 0.5, "small_share": 0.25, "assumed_prefill_tokens_per_s": 500.0}
 
 # phase -> (the worker that fails, the call that fails, how the reason begins)
 PHASES = {

@@ -10,7 +10,8 @@ import pytest
 from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told
 
 REQUEST_S = 5.0
-DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 2.5, "token_gap_s": 0.4, "assumed_prefill_tokens_per_s": 5000}
+RATE = {"assumed_prefill_tokens_per_s": 2000.0, "transfer_floor_s": 1.5}  # so that there is time for every way
+DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 2.5, "token_gap_s": 0.4} | RATE
 
 
 @pytest.fixture

@@ -45,8 +45,8 @@ class Answer:
         words = self._words()
         try:
             yield frame(self._opening())
-            async for word in self._written(words):
-                yield frame({"choices": [self._piece(word)]})
+            async for index, word in self._written(words):
+                yield frame({"choices": [self._piece(word, self._logprob(index))]})
         except Cut:
             return
         except KvrelayError as error:
@@ -61,8 +61,12 @@ class Answer:
             yield frame(last)
         yield b"data: [DONE]\n\n"
 
-    def _piece(self, word: str) -> dict[str, Any]:
-        return _delta({"content": word}, self._logprobs(word))
+    def _logprob(self, index: int) -> float:
+        first = self.worker.first_logprobs
+        return first[index] if index < len(first) else self.worker.logprob
+
+    def _piece(self, word: str, logprob: float) -> dict[str, Any]:
+        return _delta({"content": word}, self._logprobs(word, logprob))
 
     def _first(self) -> dict[str, Any]:
         return _delta({"role": "assistant", "content": ""})
@@ -77,19 +81,19 @@ class Answer:
             limit = limit or self.asked.max_completion_tokens
         return self.worker.says(self.messages).split(" ")[:limit]
 
-    def _logprobs(self, word: str) -> dict[str, Any] | None:
+    def _logprobs(self, word: str, logprob: float) -> dict[str, Any] | None:
         if not self.asked.logprobs or not isinstance(self.asked, ChatRequest):
             return None
-        top = self._likeliest(word, self.asked.top_logprobs)
-        return {"content": [{"token": word, "logprob": self.worker.logprob, "bytes": None, "top_logprobs": top}]}
+        top = self._likeliest(word, logprob, self.asked.top_logprobs)
+        return {"content": [{"token": word, "logprob": logprob, "bytes": None, "top_logprobs": top}]}
 
-    def _likeliest(self, word: str, most: int) -> list[dict[str, Any]]:
+    def _likeliest(self, word: str, logprob: float, most: int) -> list[dict[str, Any]]:
         """The word and one other, which has all the rest."""
-        rest = max(1e-9, 1 - math.exp(self.worker.logprob))
-        both = [(self.worker.logprob, word), (math.log(rest), "~")]
-        return [{"token": text, "logprob": logprob} for logprob, text in sorted(both)[::-1][:most]]
+        rest = math.log(max(1e-9, 1 - math.exp(logprob)))
+        both = sorted([(logprob, word), (rest, "~")], reverse=True)
+        return [{"token": text, "logprob": of} for of, text in both[:most]]
 
-    async def _written(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
+    async def _written(self, words: Sequence[str]) -> AsyncGenerator[tuple[int, str], None]:
         for index, word in enumerate(words):
             if index == self.worker.stalls.get(self.kind):
                 await asyncio.sleep(3600)
@@ -99,7 +103,7 @@ class Answer:
                 raise KvrelayError("the model broke off")
             await self.worker.thawed()
             await asyncio.sleep(self.worker.token_s)
-            yield word if index == 0 else f" {word}"
+            yield index, word if index == 0 else f" {word}"
 
     def _endings(self, words: list[str]) -> list[dict[str, Any]]:
         read, written = len(self.tokens), len(words)
@@ -137,8 +141,8 @@ class TextAnswer(Answer):
         assert isinstance(self.asked, CompletionRequest)
         return [Message(role="user", content=str(self.asked.prompt))]
 
-    def _piece(self, word: str) -> dict[str, Any]:
-        return self._text(word, self._text_logprobs(word))
+    def _piece(self, word: str, logprob: float) -> dict[str, Any]:
+        return self._text(word, self._text_logprobs(word, logprob))
 
     def _first(self) -> dict[str, Any]:
         return self._text("", None)
@@ -149,12 +153,12 @@ class TextAnswer(Answer):
     def _text(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
 
-    def _text_logprobs(self, word: str) -> dict[str, Any] | None:
+    def _text_logprobs(self, word: str, logprob: float) -> dict[str, Any] | None:
         asked = self.asked
         if not isinstance(asked, CompletionRequest) or asked.logprobs is None:
             return None
-        top = {one["token"]: one["logprob"] for one in self._likeliest(word, asked.logprobs)}
-        return {"tokens": [word], "token_logprobs": [self.worker.logprob], "top_logprobs": [top], "text_offset": [0]}
+        top = {one["token"]: one["logprob"] for one in self._likeliest(word, logprob, asked.logprobs)}
+        return {"tokens": [word], "token_logprobs": [logprob], "top_logprobs": [top], "text_offset": [0]}
 
 
 def _delta(delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

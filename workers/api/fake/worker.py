@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from workers.api.errors import (
     CacheMismatch,
+    CacheNotFound,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -65,7 +66,7 @@ def fingerprint(model: str) -> str:
 
 @dataclass
 class FakeWorker(Faulty):
-    """Calls are `info`, `readyz`, `prefill`, `transfer`, `chat` (without a cache), `cached_chat` and `tokenize`;
+    """Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `chat` (without a cache), `cached_chat`;
     `complete` and `cached_complete` are their likes for texts."""
 
     name: str
@@ -74,6 +75,7 @@ class FakeWorker(Faulty):
     secret: str = FAKE_SECRET
     rates: Rates = field(default_factory=Rates)
     logprob: float = -0.125
+    first_logprobs: Sequence[float] = ()  # of its first words, in place of that
     answer: str | None = None  # in place of what it says by itself
     answers_to: Mapping[str, str] = field(default_factory=dict)  # the text of the last message
     tool_call: dict[str, Any] | None = None
@@ -123,6 +125,7 @@ class FakeWorker(Faulty):
         return [
             *(Route(path, self._call(*work)) for path, work in works.items()),
             *(Route(path, self._call(*work), methods=["POST"]) for path, work in posts.items()),
+            Route("/v1/cache/{cache_id}", self._drop, methods=["DELETE"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
@@ -208,6 +211,14 @@ class FakeWorker(Faulty):
         if source.provenance != "exact":
             raise CacheMismatch(f"{source.cache_id} is {source.provenance}; a source must be exact")
         return source
+
+    async def _drop(self, request: Request) -> Response:
+        async def dropped(body: Body) -> Body:
+            if self.caches.pop(request.path_params["cache_id"], None) is None:
+                raise CacheNotFound(f"{request.path_params['cache_id']} is not known here")
+            return {}
+
+        return await self._reply(request, "drop", dropped)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.body()

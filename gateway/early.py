@@ -1,0 +1,60 @@
+"""A handoff that begins while the small model still writes, because its answer will hardly do.
+
+    small    |─ reads ─|─ t1 t2 t3 ─ ─ ─|✕        likely after t2, certain after t5
+    large              |───── transfer ─────|─ answers
+                       likely           verdict: what is left of the transfer is all that is waited for
+
+Started on a guess, it is let go where the guess was wrong: the transfer is cancelled, and a cache that stands already
+is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.metrics import Metrics
+from gateway.worker import Worker
+from workers.api.errors import KvrelayError
+from workers.api.schemas import TransferReply
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A cache of the target's that a transfer made."""
+
+    worker: Worker
+    reply: TransferReply
+    took_s: float
+
+
+class EarlyHandoff:
+    """Either `result` is awaited, once, or it is let go. Whoever made it closes it."""
+
+    def __init__(self, transfer: Coroutine[Any, Any, Handed], metrics: Metrics):
+        self._task = asyncio.create_task(transfer)
+        self._metrics = metrics
+        self._is_used = False
+
+    async def result(self) -> Handed:
+        """Raises what the transfer raises."""
+        self._is_used = True
+        self._metrics.early_handoffs.labels("used").inc()
+        return await self._task
+
+    def let_go(self) -> None:
+        self._task.cancel()
+
+    async def aclose(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if self._is_used:
+            return
+        self._metrics.early_handoffs.labels("dropped").inc()
+        if not self._task.cancelled() and self._task.exception() is None:
+            handed = self._task.result()
+            with suppress(KvrelayError):  # it expires anyway
+                await handed.worker.client.drop(handed.reply.cache_id)

@@ -1,0 +1,129 @@
+"""An escalation that begins before the small model has finished, and what a stream shows until that is decided."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from gateway.policies import Token, build
+from gateway.policies.base import Foresight
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text, told
+from tests.gateway.test_streaming import chunks, joined, streamed
+from workers.api.errors import TransferFailed
+
+POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 6, "speculate_after": 2}
+TRANSFER_S = 1.2
+
+
+def tokens(*logprobs: float) -> list[Token]:
+    return [Token("a", one, (("a", one), ("b", one - 1.0))) for one in logprobs]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"),
+    [
+        ([], "open"),
+        ([-0.9], "open"),  # one token is no sign yet
+        ([-0.9, -0.9], "likely"),
+        ([-0.4, -0.4], "open"),
+        ([-0.9] * 4, "certain"),  # -3.6 over six tokens is below the threshold, whatever the other two
+        ([-3.1], "certain"),
+    ],
+)
+def test_foresight(logprobs: list[float], expected: Foresight) -> None:
+    assert build(POLICY).foresee(tokens(*logprobs)) == expected
+
+
+@pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
+def test_what_is_certain_is_so_whatever_follows_and_wherever_it_ends(score: str) -> None:
+    draw, num_certain = random.Random(score), 0
+    policy = build({"name": "confidence", "score": score, "num_tokens": 8})
+    for _ in range(300):
+        scale = draw.choice([0.05, 0.5, 3.0])
+        whole = tokens(*(-draw.expovariate(1 / scale) for _ in range(8)))
+        for count in range(1, 9):
+            if policy.foresee(whole[:count]) == "certain":
+                num_certain += 1
+                assert not any(policy.judge(whole[:length]).accept for length in range(count, 9))
+    assert num_certain > 20, "else nothing was tested"
+
+
+def test_nothing_is_certain_of_an_answer_that_is_judged_whole() -> None:
+    assert build(POLICY | {"streaming": "buffer"}).foresee(tokens(-9.0, -9.0)) == "likely"
+    assert build(POLICY | {"speculate_after": None}).foresee(tokens(-0.9, -0.9)) == "open"
+
+
+@pytest.mark.parametrize("speculate_after", [2, None])
+async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) -> None:
+    async with live_stack(policy=POLICY | {"speculate_after": speculate_after}, deadlines={"request_s": 60.0}) as stack:
+        stack.small.logprob, stack.small.token_s = -0.7, 0.35  # likely after two tokens, certain after five
+        stack.large.delay("transfer", TRANSFER_S)
+        kvrelay = told(reply := await stack.chat())
+        assert text(reply) == right_answer(stack.large, MESSAGES)
+        assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
+        waited_s = kvrelay["handoff_ttft_ms"] / 1000
+        assert waited_s < TRANSFER_S if speculate_after else waited_s >= TRANSFER_S
+        assert kvrelay["transfer_ms"] >= TRANSFER_S * 1000
+        await eventually(lambda: stack.small.num_hang_ups == 1)
+        assert stack.metric("early_handoffs_total", result="used") == (1 if speculate_after else 0)
+
+
+async def test_a_certain_escalation_waits_for_no_further_token() -> None:
+    async with live_stack(policy=POLICY) as stack:
+        stack.small.logprob = -9.0
+        stack.small.stall("cached_chat", after=1)
+        kvrelay = told(await stack.chat())
+        assert (kvrelay["path"], kvrelay["reason"], kvrelay["confidence"]) == ("mapped", "unsure", -9.0)
+
+
+@pytest.mark.parametrize("transfer_s", [0.0, 30.0])
+async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
+    async with live_stack(policy=POLICY) as stack:
+        stack.small.first_logprobs, stack.small.token_s = (-0.9, -0.9), 0.1
+        stack.large.delay("transfer", transfer_s)
+        started = time.monotonic()
+        reply = await stack.chat()
+        assert time.monotonic() - started < 20
+        assert text(reply) == right_answer(stack.small, MESSAGES)
+        assert told(reply)["transfer_ms"] is None and told(reply)["early_handoff"] is False
+        await eventually(lambda: stack.metric("early_handoffs_total", result="dropped") == 1)
+        assert len(stack.large.made("transfer")) == 1
+        assert not stack.large.caches, "nothing of it is kept"
+        assert stack.metric("num_requests_running", tier="large") == 0
+
+
+async def test_an_early_handoff_that_fails_falls_back() -> None:
+    async with live_stack(policy=POLICY) as stack:
+        stack.small.logprob, stack.small.token_s = -0.7, 0.1
+        stack.large.fail("transfer", TransferFailed("gone"))
+        reply = await stack.chat()
+        assert (told(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
+
+
+async def shown_after(stack: Stack) -> tuple[float, float]:
+    """When the client saw the first text, and the end."""
+    started, first = time.monotonic(), None
+    body: dict[str, Any] = {"model": "auto", "messages": MESSAGES, "stream": True}
+    async with stack.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            first = first or (time.monotonic() if '"content":"fake' in line else None)
+    assert first is not None
+    return first - started, time.monotonic() - started
+
+
+@pytest.mark.parametrize("streaming", ["decide_first", "buffer", "stream_small"])
+async def test_what_is_shown_before_the_answer_is_accepted(streaming: str) -> None:
+    """Seven words, one every 0.2 s; three are judged, or all, or none."""
+    policy = POLICY | {"num_tokens": 3, "streaming": streaming}
+    async with live_stack(policy=policy) as stack:
+        stack.small.token_s = 0.2
+        first_s, end_s = await shown_after(stack)
+        assert first_s > 1.4 if streaming == "buffer" else end_s - first_s > 0.5
+        stack.small.logprob = -2.0
+        _, frames = await streamed(stack)
+        by_small = streaming == "stream_small"
+        assert joined(frames) == right_answer(stack.small if by_small else stack.large, MESSAGES)
+        assert chunks(frames)[-1]["kvrelay"]["reason"] == ("stream_small" if by_small else "unsure")
