@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mappers.errors import GeometryMismatch
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True)
 class KVGeometry:
@@ -46,6 +48,11 @@ class KVCache:
                 raise GeometryMismatch(
                     f"layer {layer}: keys {tuple(key.shape)}, values {tuple(value.shape)}; "
                     f"every layer must be (num_kv_heads, num_tokens, head_dim) = {tuple(shape)}"
+                )
+            if key.dtype not in DTYPES or value.dtype not in DTYPES:
+                raise GeometryMismatch(
+                    f"layer {layer}: keys of {key.dtype}, values of {value.dtype}; a cache must not be quantised, "
+                    f"allowed: {', '.join(map(str, DTYPES))}"
                 )
 
     @property

@@ -13,8 +13,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
-from mappers.cache import KVCache, KVGeometry
-from mappers.errors import UnsupportedModel
+from mappers.cache import KVCache
+from mappers.errors import PositionOutOfRange, UnsupportedModel
+from mappers.rotary import constant_positions
+from mappers.support import context_of, geometry_of
+
+__all__ = [
+    "body",
+    "config_dict",
+    "context_of",
+    "geometry_of",
+    "load_model",
+    "load_tokenizer",
+    "local_folder",
+    "log_probs",
+    "read",
+    "run",
+]
 
 CHUNK_TOKENS = 512
 
@@ -46,22 +61,6 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UnsupportedModel(f"no tokenizer at {str(folder)!r}: {str(error).splitlines()[0]}") from error
 
 
-def geometry_of(config: Any) -> KVGeometry:
-    """The KV geometry of a transformers config, or of the dict of one.
-
-    Raises `UnsupportedModel` if layers differ in what they keep (sliding windows)."""
-
-    def get(name: str) -> Any:
-        return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-
-    kinds = set(get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(kinds))}; allowed: full_attention")
-    heads = get("num_attention_heads")
-    head_dim = get("head_dim") or get("hidden_size") // heads
-    return KVGeometry(get("num_hidden_layers"), get("num_key_value_heads") or heads, head_dim)
-
-
 def config_dict(model: Any) -> dict[str, Any]:
     """The model's Hugging Face config as plain JSON values."""
     values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
@@ -80,12 +79,15 @@ def run(
 ) -> tuple[KVCache, Tensor]:
     """Read tokens behind `past`; also give the last hidden states of the new ones, (T, hidden), normed.
 
-    `start` is the position of the first new token: by default the one after `past`. A later one leaves a gap.
+    `start` is the position of the first new token: by default the one after `past`. A later one leaves a gap, which a
+    sliding window does not see. The cache holds all tokens, those behind a window included. Raises
+    `PositionOutOfRange` for tokens where the model would turn its keys by other factors.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
     at = past.start + past.num_tokens if past is not None else 0
-    cache = _dynamic(past)
+    cache = _dynamic(past)  # of no config: one of the model's would cut layers to their window
     first = at if start is None else start
+    _check_positions(model.config, first + len(ids))
     hidden: list[Tensor] = []
     for begin in range(0, len(ids), CHUNK_TOKENS):
         piece = ids[begin : begin + CHUNK_TOKENS]
@@ -93,7 +95,7 @@ def run(
         output = body(model)(input_ids=piece[None], past_key_values=cache, position_ids=positions[None], use_cache=True)
         hidden.append(output.last_hidden_state[0])
     keys, values = (tuple(getattr(layer, name)[0] for layer in cache.layers) for name in ("keys", "values"))
-    return KVCache(keys, values, past.start if past is not None else 0), torch.cat(hidden)
+    return KVCache(keys, values, past.start if past is not None else first), torch.cat(hidden)
 
 
 def body(model: Any) -> nn.Module:
@@ -106,6 +108,15 @@ def body(model: Any) -> nn.Module:
 def log_probs(model: Any, hidden: Tensor) -> Tensor:
     """Next-token log-probabilities, (T, vocabulary) float32, of hidden states (T, hidden)."""
     return model.get_output_embeddings()(hidden).float().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def _check_positions(config: Any, end: int) -> None:
+    limit = constant_positions(config)
+    if limit is not None and end > limit:
+        raise PositionOutOfRange(
+            f"position {end - 1}: the RoPE of this {config.model_type} changes behind position {limit - 1}, and a key "
+            f"does not tell by which factors it was turned; allowed: positions below {limit}"
+        )
 
 
 def _dynamic(past: KVCache | None) -> DynamicCache:

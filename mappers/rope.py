@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mappers.cache import KVCache
 from mappers.errors import PositionOutOfRange
+from mappers.live import check_live
 from mappers.rotary import (
     TOLERANCE,
-    check_live,
     check_rotation,
     config_of,
     constant_positions,

@@ -36,3 +36,10 @@ def test_layers_of_different_shapes_are_refused(shape: tuple[int, ...]) -> None:
 def test_no_layers_are_refused() -> None:
     with pytest.raises(GeometryMismatch):
         KVCache((), ())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_a_quantised_cache_is_refused(dtype: torch.dtype) -> None:
+    good, quantised = torch.zeros(2, 5, 8), torch.zeros(2, 5, 8).to(dtype)
+    with pytest.raises(GeometryMismatch, match=f"values of {dtype}; a cache must not be quantised"):
+        KVCache((good,), (quantised,))

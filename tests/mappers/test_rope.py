@@ -148,6 +148,12 @@ def without_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
 
+def test_a_cache_of_another_shape_than_the_config_says_is_found() -> None:
+    model = transformers.GPTNeoXForCausalLM(config("GPTNeoX", vocab_size=64, num_key_value_heads=2))
+    with pytest.raises(UnsupportedModel, match=r"'gpt_neox': a cache of .*num_kv_heads=4.* its config says .*=2"):
+        Rope.of(model)
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [

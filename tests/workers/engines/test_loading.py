@@ -40,9 +40,9 @@ def test_settings_that_cannot_be_met_are_refused(
 
 
 def test_a_model_whose_layers_forget_is_refused(tmp_path: Path) -> None:
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    folder = tiny.model_folder(tmp_path / "sliding", layer_types=kinds)
-    with pytest.raises(SettingsError, match="sliding_attention"):
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    folder = tiny.model_folder(tmp_path / "linear", layer_types=kinds)
+    with pytest.raises(SettingsError, match="layers of type linear_attention; allowed: full_attention, sliding"):
         load_engine(tiny.settings_for(folder))
 
 

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint
-from mappers.models import geometry_of, load_tokenizer, local_folder
+from mappers.models import context_of, geometry_of, load_tokenizer, local_folder
 from workers.api.schemas import KVLayout
 from workers.engines.admission import Admission
 from workers.engines.base import ModelInfo
@@ -64,7 +64,7 @@ def _describe(settings: WorkerSettings, folder: Path, model: PreTrainedModel) ->
             block_tokens=settings.block_tokens,
             dtype=settings.dtype,
         ),
-        max_model_len=_max_model_len(settings, model.config.max_position_embeddings),
+        max_model_len=_max_model_len(settings, context_of(model.config)),
         vocab_size=model.config.vocab_size,
         eos_ids=_eos_ids(model.generation_config, model.config),
         device=settings.device,

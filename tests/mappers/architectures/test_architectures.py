@@ -1,0 +1,204 @@
+"""What must hold before any figure counts, for every architecture: the cache is read as the model has it, put back it
+gives the model's own predictions, moved it is what a prefill there gives, and without it predictions change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mappers import KVCache, fit
+from mappers.errors import PositionOutOfRange
+from mappers.models import context_of, geometry_of, log_probs, read, run
+from mappers.rope import Rope
+from tests.mappers.architectures.zoo import (
+    ARCHITECTURES,
+    CONTEXT,
+    SIZES,
+    WINDOW,
+    disguise,
+    linear_mapper,
+    model_of,
+    zeroed,
+)
+from tests.mappers.pairs import largest_difference, random_documents
+
+TOLERANCE = 1e-4  # float32
+PREFIX, ALL = 100, 120
+(TOKENS,) = random_documents(1, ALL, seed=7)
+
+every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@torch.no_grad()
+def native(model: Any) -> Tensor:
+    """The model's own log-probabilities of what follows each token behind the prefix, by one forward pass."""
+    logits = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
+    return logits[0, PREFIX:].float().log_softmax(-1)
+
+
+def on(model: Any, cache: KVCache) -> Tensor:
+    """The same, read on over a cache of the prefix."""
+    return log_probs(model, run(model, TOKENS[PREFIX:], cache)[1])
+
+
+@every_architecture
+def test_a_cache_is_what_the_model_keeps(name: str) -> None:
+    model = model_of(name)
+    cache = read(model, TOKENS)
+    assert cache.geometry == geometry_of(model.config) == geometry_of(model.config.to_dict())
+    own = model(input_ids=torch.tensor([TOKENS]), use_cache=True).past_key_values
+    kept = [len(layer.keys[0, 0]) for layer in own.layers]
+    assert set(kept) <= {ALL, WINDOW - 1} and cache.num_tokens == ALL
+    for layer, length in enumerate(kept):  # of a layer that slides the model keeps the window only
+        for states, theirs in ((cache.keys, own.layers[layer].keys), (cache.values, own.layers[layer].values)):
+            assert (states[layer][:, -length:] - theirs[0]).abs().max() <= TOLERANCE
+
+
+@every_architecture
+def test_the_cache_put_back_gives_the_models_own_predictions(name: str) -> None:
+    model = model_of(name)
+    assert (on(model, read(model, TOKENS[:PREFIX])) - native(model)).abs().max() <= TOLERANCE
+
+
+@every_architecture
+def test_an_identity_that_strips_and_turns_changes_nothing(name: str) -> None:
+    model = model_of(name)
+    width = geometry_of(model.config).width
+    mapped = linear_mapper(model, model, lambda kind, layer: torch.eye(width)).map(read(model, TOKENS[:PREFIX]))
+    assert (on(model, mapped) - native(model)).abs().max() <= TOLERANCE
+
+
+@every_architecture
+def test_an_oracle_is_exact(name: str) -> None:
+    """From a cache of another shape under another RoPE that holds the same, mixed by matrices that are known."""
+    target, source = model_of(name), model_of("llama", num_key_value_heads=4, head_dim=20)
+    cache = read(target, TOKENS[:PREFIX])
+    disguised, unmixing = disguise(cache, Rope.of(target), Rope.of(source), geometry_of(source.config))
+    mapper = linear_mapper(source, target, unmixing)
+    assert (on(target, mapper.map(disguised)) - native(target)).abs().max() <= TOLERANCE
+
+
+@every_architecture
+def test_a_cache_moved_is_a_prefill_there(name: str) -> None:
+    model = model_of(name)
+    there, _ = run(model, TOKENS[:50], start=70)
+    moved = Rope.of(model).moved(read(model, TOKENS[:50]), 70)
+    assert moved.start == there.start == 70
+    assert largest_difference(moved, there) <= TOLERANCE
+    back = Rope.from_config(model.config.to_dict()).moved(there, 0)
+    assert largest_difference(back, read(model, TOKENS[:50])) <= TOLERANCE
+
+
+@every_architecture
+def test_without_the_cache_predictions_change(name: str) -> None:
+    model = model_of(name)
+    cache = read(model, TOKENS[:PREFIX])
+    assert (on(model, zeroed(cache)) - native(model)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "olmo3"])
+def test_a_window_hides_what_is_behind_it(name: str) -> None:
+    """A full cache is read as the model means it: in layers that slide, nothing before the window matters."""
+    model = model_of(name)
+    cache = read(model, TOKENS[:PREFIX])
+    hidden = PREFIX - WINDOW + 1  # positions that no window of a token behind the prefix reaches
+    sliding = {i for i, kind in enumerate(getattr(model.config, "layer_types", None) or [""] * 3) if kind[:4] != "full"}
+
+    def blanked(kind: str) -> tuple[Tensor, ...]:
+        states = [tensor.clone() for tensor in cache.of(kind)]
+        for layer in sliding:
+            states[layer][:, :hidden] = 9.0
+        return tuple(states)
+
+    assert torch.equal(on(model, KVCache(blanked("keys"), blanked("values"))), on(model, cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_rounded_cache_maps_as_well_as_it_is_rounded(name: str, dtype: torch.dtype) -> None:
+    model = model_of(name)
+    cache = read(model, TOKENS[:PREFIX])
+    rounded = KVCache(tuple(k.to(dtype) for k in cache.keys), tuple(v.to(dtype) for v in cache.values))
+    identity = linear_mapper(model, model, lambda kind, layer: torch.eye(geometry_of(model.config).width))
+    largest = max(float(states.abs().max()) for states in cache.keys + cache.values)
+    assert largest_difference(identity.map(rounded), cache) <= torch.finfo(dtype).eps * largest
+
+
+def test_a_model_in_half_precision_turns_its_keys_as_well() -> None:
+    assert Rope.of(model_of("gemma3", seed=3).to(torch.bfloat16)).tables == (0, 1, 0)
+
+
+def test_beyond_a_change_of_factors_nothing_is_read() -> None:
+    model = model_of("phi3")
+    limit = CONTEXT // 2
+    assert context_of(model.config) == limit
+    assert read(model, [1] * limit).num_tokens == limit
+    with pytest.raises(PositionOutOfRange, match=f"position {limit}: the RoPE of this phi3 changes"):
+        read(model, [1], read(model, [1] * limit))
+
+
+PAIRS = {
+    "two bases from one, more layers": (("qwen2", {"num_hidden_layers": 2}), ("gemma3", {})),
+    "more heads, and smaller ones": (("qwen3", {"num_key_value_heads": 1}), ("phi3", {"num_key_value_heads": 4})),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_two_of_them_are_fitted_and_mapped(pair: str, tmp_path: Path) -> None:
+    models = [model_of(name, seed=1, **changes) for name, changes in PAIRS[pair]]
+    for model, folder in zip(models, ("source", "target"), strict=True):
+        model.save_pretrained(tmp_path / folder)
+    documents = random_documents(24, 60, seed=1)
+    mapper = fit(tmp_path / "source", tmp_path / "target", documents, layers=1, precision="float32", data="noise")
+    cache = read(models[0], TOKENS[:PREFIX])
+    mapped = mapper.map(cache)
+    assert mapped.geometry == geometry_of(models[1].config)
+    distance = (native(models[1]) - on(models[1], mapped)).abs()
+    assert TOLERANCE < distance.max() < distance.new_tensor(torch.inf)  # two strangers: a map, but no exact one
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_a_planted_map_is_recovered(name: str, tmp_path: Path) -> None:
+    """Two models of one function, the values of one multiplied by matrices that its output projection undoes."""
+    target = model_of(name, seed=2)
+    twin = with_other_values(name)
+    for model, folder in ((twin, "source"), (target, "target")):
+        model.save_pretrained(tmp_path / folder)
+    mapper = fit(
+        tmp_path / "source",
+        tmp_path / "target",
+        random_documents(24, 60, seed=2),
+        layers=1,
+        precision="float32",
+        copies=False,
+        data="noise",
+        ridges=(1e-9,),
+    )
+    assert [spec.values.value_layers for spec in mapper.manifest.layers] == [(0,), (1,), (2,)]
+    mapped = mapper.map(read(twin, TOKENS[:PREFIX]))
+    assert (on(target, mapped) - native(target)).abs().max() < 1e-2
+    assert (on(target, read(twin, TOKENS[:PREFIX])) - native(target)).abs().max() > 0.1
+
+
+def with_other_values(name: str) -> Any:
+    twin = model_of(name, seed=2, tie_word_embeddings=model_of(name, seed=2).config.tie_word_embeddings)
+    twin.load_state_dict(model_of(name, seed=2).state_dict())
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+    for layer in twin.model.layers:
+        attention = layer.self_attn
+        dim = attention.head_dim
+        for head in range(kv_heads):
+            rows = slice(head * dim, (head + 1) * dim)
+            mixing = torch.eye(dim) + 0.3 * torch.randn(dim, dim, generator=generator)
+            attention.v_proj.weight[rows] = mixing @ attention.v_proj.weight[rows]
+            if attention.v_proj.bias is not None:
+                attention.v_proj.bias[rows] = mixing @ attention.v_proj.bias[rows]
+            for query in range(head * heads // kv_heads, (head + 1) * heads // kv_heads):
+                columns = slice(query * dim, (query + 1) * dim)
+                attention.o_proj.weight[:, columns] = attention.o_proj.weight[:, columns] @ mixing.inverse()
+    return twin
