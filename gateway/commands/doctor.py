@@ -191,12 +191,13 @@ async def _ask(url: str, secret: str) -> WorkerInfo | KvrelayError:
 
 def workers(settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError]) -> Iterator[Finding]:
     known = {name: info for name, info in infos.items() if isinstance(info, WorkerInfo)}
-    sources = {info.fingerprint for name, info in known.items() if settings.workers[name].tier == settings.tiers[0].name}
+    first = settings.tiers[0].name
+    sources = {info.fingerprint for name, info in known.items() if settings.workers[name].tier == first}
     for name, info in infos.items():
         worker = settings.workers[name]
         if isinstance(info, WorkerInfo):
             yield Finding(f"worker {name}", "ok", f"{info.model} on {info.device}, {info.free_blocks} blocks free")
-            if worker.tier != settings.tiers[0].name:
+            if worker.tier != first:
                 yield bundles(name, info, sources)
         elif isinstance(info, Unauthorized):
             advice = "give it the gateway's secret: the file that KVRELAY_SECRET_FILE names must hold the same line"
@@ -270,7 +271,7 @@ def _num_bytes(value: Any) -> int:
 
 def shared_memory(folder: Path, needed: int) -> Finding:
     if not folder.is_dir():
-        advice = "workers on CPUs hand over through it; run them on Linux, or share one (docker: ipc, Kubernetes: Memory)"
+        advice = "workers on CPUs hand over through it; run them on Linux (docker: ipc, shm_size)"
         return Finding("shared memory", "wrong", f"there is no {folder}", advice)
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
@@ -329,7 +330,7 @@ def gpus(probe: Callable[[], Mapping[str, Any] | None]) -> Finding:
         return Finding("GPUs", "ok", f"torch {told['torch']} finds none: workers run on CPUs, over shared memory")
     apart = ", ".join(f"{a} and {b}" for a, b in told["apart"])
     if apart:
-        advice = "put small and large workers on one device or on devices that reach each other (nvidia-smi topo -p2p r)"
+        advice = "put small and large on one device, or on two that reach each other (nvidia-smi topo -p2p r)"
         return Finding("GPUs", "warning", f"no peer access between {apart}", advice)
     return Finding("GPUs", "ok", f"{', '.join(told['devices'])}: every one reaches every other")
 
