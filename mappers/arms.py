@@ -61,6 +61,7 @@ CACHE_ARMS = (
     Arm("raw_source", lambda caches: caches.raw, shared=True),
 )
 ARMS = ("native", *(arm.name for arm in CACHE_ARMS), "no_cache", "source_alone")
+ESSENTIAL = ("native", "mapped", "hybrid", "no_cache", "source_alone")  # where bundles are compared with one another
 
 
 def randomised(mapper: Mapper, seed: int = 0) -> Mapper:

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from mappers import Gate, load, load_manifest
+from mappers import Gate, Protocol, load, load_manifest, report
 from mappers.bundle import update
 from mappers.commands import bundle, eval, fit
+from mappers.data import documents, read_conversations
+from mappers.diagnose import diagnose
 from mappers.families import find_family
+from mappers.models import load_model, load_tokenizer
 from tests.mappers.pairs import add_tokenizer, disguised, llama, saved, talks_file
 
 SHORT = ["--lengths", "40,60", "--documents", "3", "--tail", "8", "--scored", "8"]
@@ -199,4 +202,50 @@ def test_fit_says_what_it_lacks(
 ) -> None:
     given = [*pair(workplace), *arguments[1:]] if "PAIR" in arguments else arguments
     assert fit.main(given) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_eval_diagnoses_on_the_tune_split_only(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The figures are those of the tune documents; the bundle's evaluation stays as it was."""
+    file, folder = tmp_path / "rows.json", workplace / "bundle"
+    assert eval.main([str(folder), *pair(workplace), *SHORT, "--diagnose", "--json", str(file)]) == 0
+    told = json.loads(file.read_text())
+    talks = read_conversations(workplace / "talks.jsonl")
+    tune = documents(talks, "tune", load_tokenizer(workplace / "large"))
+    models = load_model(workplace / "small"), load_model(workplace / "large")
+    rows = diagnose(load(folder), *models, tune, Protocol((40, 60), 3, tail=8, scored=8))
+    assert told["data"] == "talks.jsonl, split tune" and told["rows"] == report.told(rows)
+    assert "layers    2-2" in capsys.readouterr().out and load_manifest(folder).evaluation is None
+
+
+def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*pair(workplace), "--out", str(tmp_path / "plain"), "--tokens", "900", "--method", "identity"]
+    assert fit.main(arguments) == 0
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    bundles = [str(workplace / "bundle"), str(tmp_path / "plain")]
+    assert eval.main([*bundles, *pair(workplace), *SHORT, *files]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [row[:2] for row in rows] == [["bundle", "ridge"], ["plain", "identity"]]
+    told = json.loads((tmp_path / "a.json").read_text())["bundles"]
+    assert [each["bundle"] for each in told] == [load(path).bundle_id for path in bundles]
+    for each, path in zip(told, bundles, strict=True):
+        assert each["weight_bytes"] <= (Path(path) / "weights.safetensors").stat().st_size
+        assert [row["tokens"] for row in each["speed"]["map"]] == [512, 1024, 2048, 4096]
+    assert "Side by side" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["one", "two", "--diagnose"], "--diagnose looks at one bundle, not at 2"),
+        (["one", "--diagnose", "--write"], "allowed: with --html, both"),
+        (["smol", "tiny"], "families smol, tiny: allowed is one"),
+    ],
+)
+def test_eval_refuses_what_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert eval.main(arguments) == 1
     assert message in capsys.readouterr().err

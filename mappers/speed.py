@@ -1,0 +1,116 @@
+"""How fast a mapper is on this machine, beside what its processor can do."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mappers.cache import KVCache
+from mappers.mapper import Mapper
+
+LENGTHS = (512, 1024, 2048, 4096)
+CHUNK_TOKENS = 512  # as a worker maps
+REPEATS = 5
+SQUARE = 1024  # rows and columns of the matrices whose product is the peak
+
+
+@dataclass(frozen=True)
+class Speed:
+    """`map_ms` is the median by tokens; `peak_gflops` what one large float32 product reaches with as many threads."""
+
+    threads: int
+    peak_gflops: float
+    flops_per_token: int
+    map_ms: dict[int, float]
+
+    @property
+    def ms_per_1024(self) -> float:
+        """From the longest length, where a fixed cost weighs least."""
+        longest = max(self.map_ms)
+        return self.map_ms[longest] * 1024 / longest
+
+    @property
+    def share_of_peak(self) -> float:
+        """Of the peak, what the map's multiplications alone reach, RoPE and copies counted as time only."""
+        return self.flops_per_token * 1024 / (self.ms_per_1024 / 1e3) / (self.peak_gflops * 1e9)
+
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        rows = [{"tokens": tokens, "ms": round(ms, 3)} for tokens, ms in self.map_ms.items()]
+        return {
+            "threads": self.threads,
+            "peak_gflops": round(self.peak_gflops, 1),
+            "flops_per_token": self.flops_per_token,
+            "map_ms_per_1024": round(self.ms_per_1024, 3),
+            "share_of_peak": round(self.share_of_peak, 4),
+            "map": rows,
+        }
+
+
+@torch.no_grad()
+def measure(mapper: Mapper, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> Speed:
+    """Time the map of so many tokens, rounds of all lengths after one another, the peak measured between the rounds."""
+    caches = {length: noise(mapper, length) for length in lengths}
+    one, other = (torch.randn(SQUARE, SQUARE, device=mapper.device) for _ in range(2))
+    for cache in caches.values():  # scratch is made, pages are touched
+        apply(mapper, cache)
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    products = []
+    for _ in range(repeats):
+        for length, cache in caches.items():
+            times[length].append(timed(lambda cache=cache: apply(mapper, cache), mapper.device))  # type: ignore[misc]
+            products.append(timed(lambda: torch.mm(one, other), mapper.device))
+    return Speed(
+        threads=torch.get_num_threads(),
+        peak_gflops=2 * SQUARE**3 / min(products) / 1e9,
+        flops_per_token=flops_per_token(mapper),
+        map_ms={length: statistics.median(found) * 1e3 for length, found in times.items()},
+    )
+
+
+def flops_per_token(mapper: Mapper) -> int:
+    """Multiplications and additions that a token's map takes: two for each number in the matrices."""
+    matrices = (
+        tensor
+        for name, tensor in mapper.weights.items()
+        if name.startswith("layers.") and not name.endswith(".bias")
+    )
+    return 2 * sum(tensor.numel() for tensor in matrices)
+
+
+def noise(mapper: Mapper, num_tokens: int) -> KVCache:
+    """A source cache to time a map on: the arithmetic is the same for any."""
+    geometry = mapper.manifest.source.geometry
+    generator = torch.Generator().manual_seed(0)
+
+    def states() -> tuple[Tensor, ...]:
+        shape = (geometry.num_kv_heads, num_tokens, geometry.head_dim)
+        return tuple(
+            torch.randn(shape, generator=generator).to(mapper.device) for _ in range(geometry.num_layers)
+        )
+
+    return KVCache(states(), states())
+
+
+def apply(mapper: Mapper, cache: KVCache) -> None:
+    """Map a cache chunk by chunk, and throw away what comes out."""
+    for begin in range(0, cache.num_tokens, CHUNK_TOKENS):
+        end = min(begin + CHUNK_TOKENS, cache.num_tokens)
+        mapper.map_into(cache.slice(begin, end), lambda layer, keys, values: None)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that `work` takes, on whatever device it runs."""
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
