@@ -1,0 +1,111 @@
+"""`kvrelay prefixes LOG`: before anything else, how much of your traffic shares prefixes, and what spoils the rest.
+
+LOG holds JSON lines, each the body of a chat completion (or an object with one under "request"), oldest first. The
+report shows no text of them unless asked to by --show-text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gateway.commands.table import render
+from gateway.logs.lines import LogUnusable
+from gateway.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
+
+SHOWN_CHARS = 60
+ADVICE = "Move it behind what is shared: into the last user message, or into a message of its own just before it."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 for a log that cannot be used."""
+    asked = _arguments().parse_args(argv)
+    try:
+        prompts = read_prompts(asked.log)
+    except LogUnusable as error:
+        print(f"kvrelay prefixes: {error}", file=sys.stderr)
+        return 2
+    told = _told(prompts, asked)
+    if asked.json:
+        asked.json.write_text(json.dumps(told, indent=2) + "\n")
+    print(_report(told))
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvrelay prefixes", description=__doc__)
+    parser.add_argument("log", type=Path, metavar="LOG")
+    parser.add_argument("--prefill-rate", type=_positive, metavar="N", help="tokens a second that your model reads")
+    parser.add_argument("--chars-per-token", type=_positive, default=4.0, metavar="N", help="default: 4")
+    parser.add_argument("--show-text", action="store_true", help="show how the top prefixes begin")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE as JSON")
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def _told(prompts: Sequence[Prompt], asked: argparse.Namespace) -> dict[str, Any]:
+    found = sharing(prompts)
+    cleaned = sharing(prompt.without_volatile() for prompt in prompts)
+    return {
+        "requests": found.num_prompts,
+        "requests_with_a_hit": found.num_hits,
+        "chars": found.chars,
+        "hit_ratio": found.ratio,
+        "hit_ratio_without_volatile": cleaned.ratio,
+        "by_length": [_bucket(start, found) for start in BUCKETS if start in found.by_length],
+        "top": [_top(one, asked.show_text) for one in found.top()],
+        "volatile": [vars(spoiler) for spoiler in spoilers(prompts)],
+        "saved_prefill_s": _saved_s(found, asked),
+        "saved_prefill_s_without_volatile": _saved_s(cleaned, asked),
+    }
+
+
+def _bucket(start: int, found: Sharing) -> dict[str, Any]:
+    chars, shared = found.by_length[start]
+    return {"from_chars": start, "chars": chars, "hit_ratio": shared / chars if chars else 0.0}
+
+
+def _top(one: tuple[str, int, int, int, str], show_text: bool) -> dict[str, Any]:
+    name, uses, num_messages, chars, text = one
+    told = {"name": name[:12], "uses": uses, "messages": num_messages, "chars": chars}
+    return told | ({"begins": text[:SHOWN_CHARS]} if show_text else {})
+
+
+def _saved_s(found: Sharing, asked: argparse.Namespace) -> float | None:
+    if asked.prefill_rate is None:
+        return None
+    return float(found.shared_chars / asked.chars_per_token / asked.prefill_rate)
+
+
+def _report(told: dict[str, Any]) -> str:
+    ratio, cleaned = told["hit_ratio"], told["hit_ratio_without_volatile"]
+    parts = [
+        f"{told['requests_with_a_hit']} of {told['requests']} requests begin like an earlier one; "
+        f"{ratio:.0%} of all characters need not be read again.",
+        render(["prompts from chars", "chars", "hit ratio"], [list(one.values()) for one in told["by_length"]]),
+    ]
+    if told["top"]:
+        parts.append(render(list(told["top"][0]), [list(one.values()) for one in told["top"]]))
+    if told["volatile"]:
+        rows = [list(one.values()) for one in told["volatile"]]
+        parts += [
+            f"What changes from request to request within what could be shared; without it: {cleaned:.0%}. {ADVICE}",
+            render(["kind", "role", "message", "at char", "prompts"], rows),
+        ]
+    if told["saved_prefill_s"] is not None:
+        saved, more = told["saved_prefill_s"], told["saved_prefill_s_without_volatile"]
+        parts.append(f"Reading saved over the log, as estimated: {saved:.1f} s; without what changes: {more:.1f} s.")
+    return "\n\n".join(parts)

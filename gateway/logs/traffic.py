@@ -1,0 +1,170 @@
+"""How much of a log's prompts is shared with earlier ones, and what keeps the rest from being.
+
+What counts is what the gateway's registry would find: whole messages, in order, from the first one on (with the same
+tools). Lengths are characters: only a worker counts tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from gateway.logs.lines import LogUnusable, objects
+from gateway.prefix import canonical
+from workers.api.schemas import Message
+
+BUCKETS = (0, 1_000, 4_000, 16_000, 64_000)  # characters of a prompt, from so many on
+NUM_TOP = 10
+
+# What tells one request from the next and stands in no answer; the first that matches gives the span its kind.
+VOLATILE = {
+    "timestamp": r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?",
+    "date": r"\d{4}-\d\d-\d\d|\d{1,2}[./]\d{1,2}[./]\d{2,4}",
+    "time": r"\b\d{1,2}:\d\d(?::\d\d)?\b",
+    "uuid": r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b",
+    "hex_id": r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{12,}\b",
+    "number": r"\b\d{9,}\b",
+}
+_VOLATILE = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in VOLATILE.items()))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The messages of one request, each as the gateway would hash it, and the tools before them."""
+
+    links: tuple[bytes, ...]
+    texts: tuple[str, ...]
+
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.texts))
+
+    def names(self) -> list[str]:
+        """One for each beginning: `names()[i]` of the first i + 1 messages."""
+        chain, names = hashlib.sha256(), []
+        for link in self.links:
+            chain.update(len(link).to_bytes(8, "big") + link)
+            names.append(chain.hexdigest())
+        return names[1:]
+
+    def without_volatile(self) -> Prompt:
+        """The same with every volatile span in place of which its kind stands."""
+        texts = tuple(masked(text) for text in self.texts)
+        links = tuple(masked(link.decode("utf-8", "replace")).encode() for link in self.links[1:])
+        return Prompt((self.links[0], *links), texts)
+
+
+@dataclass
+class Sharing:
+    """Of the prompts so far: how many characters stood in an earlier one's beginning."""
+
+    num_prompts: int = 0
+    num_hits: int = 0
+    chars: int = 0
+    shared_chars: int = 0
+    by_length: dict[int, list[int]] = field(default_factory=dict)  # bucket -> [chars, shared]
+    uses: Counter[str] = field(default_factory=Counter)
+    lengths: dict[str, tuple[int, int, str]] = field(default_factory=dict)  # (messages, chars, how it begins)
+
+    def add(self, prompt: Prompt) -> None:
+        names, shared, chars = prompt.names(), 0, 0
+        for index, name in enumerate(names):
+            chars += len(prompt.texts[index])
+            if self.uses[name]:
+                shared = chars
+            self.lengths.setdefault(name, (index + 1, chars, prompt.texts[0]))
+        self.uses.update(names)
+        self.num_prompts += 1
+        self.num_hits += shared > 0
+        self.chars += chars
+        self.shared_chars += shared
+        bucket = self.by_length.setdefault(max(start for start in BUCKETS if start <= chars), [0, 0])
+        bucket[0] += chars
+        bucket[1] += shared
+
+    @property
+    def ratio(self) -> float:
+        """Characters that need not be read again."""
+        return self.shared_chars / self.chars if self.chars else 0.0
+
+    def top(self, most: int = NUM_TOP) -> list[tuple[str, int, int, int, str]]:
+        """The beginnings that save most: name, times used, messages, characters, how they begin. Of two that are always
+        used together, the longer one."""
+        used = [(name, count, *self.lengths[name]) for name, count in self.uses.items() if count > 1]
+        used.sort(key=lambda one: (-(one[1] - 1) * one[3], one[0]))
+        kept: list[tuple[str, int, int, int, str]] = []
+        for one in used:
+            if not any(one[1] == other[1] and one[4] == other[4] for other in kept):
+                kept.append(one)
+        return kept[:most]
+
+
+@dataclass(frozen=True)
+class Spoiler:
+    """A kind of volatile span, in one message of the prompts: `position` counts messages, `at` characters in it."""
+
+    kind: str
+    role: str
+    position: int
+    at: int
+    prompts: int
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Lines `{"messages": [...], "tools": [...]}`, or such an object under `request`. Raises `LogUnusable`."""
+    prompts = [_prompt(place, line) for place, line in objects(path)]
+    if not prompts:
+        raise LogUnusable(f"{path} holds no request")
+    return prompts
+
+
+def sharing(prompts: Iterable[Prompt]) -> Sharing:
+    found = Sharing()
+    for prompt in prompts:
+        found.add(prompt)
+    return found
+
+
+def masked(text: str) -> str:
+    return _VOLATILE.sub(lambda match: f"<{match.lastgroup}>", text)
+
+
+def spoilers(prompts: Sequence[Prompt]) -> list[Spoiler]:
+    """Where volatile spans stand in what could be shared: every message but the last one. The most frequent first; a
+    span that is the same in every prompt spoils nothing."""
+    places: dict[tuple[str, str, int], list[tuple[int, str]]] = {}
+    for prompt in prompts:
+        for position, text in enumerate(prompt.texts[:-1]):
+            for match in _VOLATILE.finditer(text):
+                role = orjson.loads(prompt.links[position + 1])["role"]
+                places.setdefault((str(match.lastgroup), role, position), []).append((match.start(), match.group()))
+    found = [
+        Spoiler(kind, role, position, min(at for at, _ in spans), len(spans))
+        for (kind, role, position), spans in places.items()
+        if len({span for _, span in spans}) > 1
+    ]
+    return sorted(found, key=lambda one: (-one.prompts, one.position, one.at))
+
+
+def _prompt(place: str, line: dict[str, Any]) -> Prompt:
+    request = line.get("request", line)
+    try:
+        messages = [Message.model_validate(message) for message in request["messages"]]
+    except (KeyError, TypeError) as error:
+        raise LogUnusable(f'{place} needs "messages": a list, as in a chat completion\'s body') from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LogUnusable(f"{place}: messages: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if not messages:
+        raise LogUnusable(f"{place}: messages is empty")
+    tools = orjson.dumps(request.get("tools") or [], option=orjson.OPT_SORT_KEYS)
+    links = (tools, *(canonical(message) for message in messages))
+    return Prompt(links, tuple(message.text for message in messages))

@@ -1,0 +1,165 @@
+"""`kvrelay prefixes` and `kvrelay calibrate`, on logs of which the answer is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from gateway.commands import calibrate, prefixes
+from gateway.logs.calibration import Isotonic, Judged, Outcome, threshold_for_agreement, threshold_for_escalations
+from gateway.logs.traffic import masked
+
+RULES = "Answer from the handbook. " * 40
+RIGHT_FROM = -1.0  # in the planted log, answers surer than that are right
+
+
+def written(folder: Path, lines: list[Any]) -> Path:
+    path = folder / "log.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def chat(system: str, *turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    return {"model": "auto", "messages": [{"role": "system", "content": system}, *messages]}
+
+
+def reported(folder: Path, lines: list[Any], *more: str) -> dict[str, Any]:
+    assert prefixes.main([str(written(folder, lines)), "--json", str(folder / "out.json"), *more]) == 0
+    return dict(json.loads((folder / "out.json").read_text()))
+
+
+def test_what_is_shared_is_counted_in_characters(tmp_path: Path) -> None:
+    third = {"request": chat(RULES, "One?", "Yes.", "And?")}
+    lines = [chat(RULES, "One?"), chat(RULES, "Two?"), third, chat("Else", "x")]
+    report = reported(tmp_path, lines, "--prefill-rate", "100")
+    shared = 2 * len(RULES) + len("One?")
+    assert (report["requests"], report["requests_with_a_hit"]) == (4, 2)
+    assert report["hit_ratio"] == pytest.approx(shared / report["chars"])
+    assert report["saved_prefill_s"] == pytest.approx(shared / 4 / 100)
+    assert report["top"][0] | {"name": ""} == {"name": "", "uses": 3, "messages": 1, "chars": len(RULES)}
+    assert [one["from_chars"] for one in report["by_length"]] == [0, 1000]
+
+
+def test_other_tools_are_another_prefix(tmp_path: Path) -> None:
+    assert reported(tmp_path, [chat(RULES, "One?"), chat(RULES, "Two?") | {"tools": [{"type": "x"}]}])["hit_ratio"] == 0
+
+
+def test_what_spoils_a_prefix_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [chat(f"Now: 2026-11-29T10:{minute:02}:00Z. {RULES}", f"{minute}?") for minute in range(10)]
+    report = reported(tmp_path, lines)
+    assert report["hit_ratio"] == 0
+    assert report["hit_ratio_without_volatile"] > 0.85
+    assert report["volatile"] == [{"kind": "timestamp", "role": "system", "position": 0, "at": 5, "prompts": 10}]
+    told = capsys.readouterr().out
+    assert "Move it behind what is shared" in told
+    assert "handbook" not in told, "no text unless it is asked for"
+
+
+def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reported(tmp_path, [chat(RULES, "One?"), chat(RULES, "Two?")], "--show-text")
+    assert "Answer from the handbook." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("2026-11-29 10:00:01", "timestamp"),
+        ("29.11.2026", "date"),
+        ("10:31", "time"),
+        ("6f9619ff-8b86-d011-b42d-00cf4fc964ff", "uuid"),
+        ("9f86d081884c7d659a2f", "hex_id"),
+        ("1764400000", "number"),
+    ],
+)
+def test_volatile_spans(text: str, kind: str) -> None:
+    assert masked(f"a {text} b") == f"a <{kind}> b"
+    assert masked("Chapter 12 has 340 pages, facade and decade") == "Chapter 12 has 340 pages, facade and decade"
+
+
+def test_isotonic_regression_never_falls_and_keeps_the_mean() -> None:
+    answers = [Judged(float(place), agrees) for place, agrees in enumerate([False, True, False, True, True])]
+    fitted = Isotonic.fit(answers)
+    assert (fitted.starts, fitted.values) == ((0.0, 1.0, 3.0), (0.0, 0.5, 1.0))
+    assert [fitted(place) for place in (-9.0, 0.5, 1.0, 2.9, 3.0, 9.0)] == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert Isotonic.fit([Judged(0.0, True), Judged(1.0, False)]).values == (0.5,)
+
+
+def planted(count: int = 400) -> list[dict[str, Any]]:
+    """Three answers in four are surer than -1 and right; of the others half are right by chance."""
+    draw = random.Random(5)
+    lines = []
+    for _ in range(count):
+        sure = draw.random() < 0.75
+        confidence = draw.uniform(RIGHT_FROM, 0) if sure else draw.uniform(-3, RIGHT_FROM)
+        lines.append({"confidence": confidence, "agrees": sure or draw.random() < 0.5})
+    return lines
+
+
+def calibrated(folder: Path, *goal: str) -> dict[str, Any]:
+    path = written(folder, planted())
+    assert calibrate.main([str(path), *goal, "--json", str(folder / "out.json")]) == 0
+    return dict(json.loads((folder / "out.json").read_text()))
+
+
+def test_at_most_so_many_escalations(tmp_path: Path) -> None:
+    told = calibrated(tmp_path, "--max-escalations", "0.1")
+    assert told["fit"]["escalations"] <= 0.1 < told["fit"]["escalations"] + 0.02
+    assert told["held_out"]["escalations"] == pytest.approx(0.1, abs=0.06)
+    assert told["held_out"]["relative_cost"] == pytest.approx(0.2 + told["held_out"]["escalations"])
+    assert told["fit"]["answers"] + told["held_out"]["answers"] == 400
+
+
+def test_so_much_agreement_at_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = calibrated(tmp_path, "--min-agreement", "0.99", "--plot", str(tmp_path / "plot.svg"))
+    assert told["threshold"] == pytest.approx(RIGHT_FROM, abs=0.25), "where right and wrong part"
+    assert told["held_out"]["agreement"] >= 0.96
+    assert told["held_out"]["escalations"] == pytest.approx(0.25, abs=0.1)
+    assert f"threshold: {told['threshold']:.4f}" in capsys.readouterr().out
+    drawn = ElementTree.fromstring((tmp_path / "plot.svg").read_text())
+    assert len([element for element in drawn if element.tag.endswith("polyline")]) == 3
+
+
+def test_the_bounds_of_both_goals() -> None:
+    answers = [Judged(-0.5, True), Judged(-1.0, False), Judged(-2.0, False)]
+    assert threshold_for_escalations(answers, 0.0) == -2.0
+    assert threshold_for_escalations(answers, 1.0) == -0.5
+    assert threshold_for_agreement(answers, 0.0) == -2.0
+    everything = threshold_for_agreement([Judged(-0.5, False)], 1.0)
+    assert everything > -0.5
+    assert Outcome.of([Judged(-0.5, False)], everything) == Outcome(1.0, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines", "message"),
+    [
+        ("prefixes", ["{broken"], "log.jsonl:1 is not JSON"),
+        ("prefixes", ["[1]"], "log.jsonl:1 is a JSON list; an object is needed"),
+        ("prefixes", [], "holds no request"),
+        ("prefixes", [chat("a", "b"), {"prompt": "x"}], 'log.jsonl:2 needs "messages"'),
+        ("prefixes", [{"messages": [{"role": "robot", "content": "x"}]}], "log.jsonl:1: messages: role"),
+        ("calibrate", [{"confidence": -1.0, "agrees": True}] * 3, "holds 3 answers; at least 20 are needed"),
+        ("calibrate", [{"confidence": -1.0}] * 30, 'log.jsonl:1 needs "confidence": a number and "agrees"'),
+    ],
+)
+def test_a_log_that_cannot_be_used(
+    tmp_path: Path, command: str, lines: list[Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(written(tmp_path, lines))
+    status = prefixes.main([path]) if command == "prefixes" else calibrate.main([path, "--min-agreement", "0.9"])
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_log_and_a_goal_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prefixes.main([str(tmp_path / "nowhere")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        calibrate.main([str(tmp_path / "log"), "--min-agreement", "95"])
+    assert "'95' is no share; needed is a number from 0 to 1" in capsys.readouterr().err
