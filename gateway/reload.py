@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
-from watchfiles import awatch
+from watchfiles import Change, awatch
 
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
 
 DEBOUNCE_MS = 200  # a file that is written in pieces is read once
+CONFIG_MAP = "..data"  # the link that Kubernetes swaps beside the files of a mounted ConfigMap
 
 log = structlog.get_logger()
 
@@ -68,8 +69,12 @@ async def reload(gateway: Gateway, source: Source) -> None:
 
 
 async def _changes(gateway: Gateway, source: Source) -> None:
-    before = source.digest()
-    async for _ in awatch(source.path.parent, watch_filter=None, debounce=DEBOUNCE_MS, recursive=False):
+    before, names = source.digest(), (source.path.name, CONFIG_MAP)
+
+    def concerns(change: Change, path: str) -> bool:
+        return Path(path).name in names  # and not a log that is written in the same folder
+
+    async for _ in awatch(source.path.parent, watch_filter=concerns, debounce=DEBOUNCE_MS, recursive=False):
         now = source.digest()
         if now is not None and now != before:
             before = now
