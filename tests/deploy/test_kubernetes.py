@@ -1,0 +1,127 @@
+"""The example for Kubernetes: two workers of one pod that share memory, contained, and reached by nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.composed import REPOSITORY
+from gateway.settings import from_values
+from workers.settings import read_settings
+
+MANIFESTS = list(yaml.safe_load_all((REPOSITORY / "deploy" / "kubernetes" / "kvrelay.yaml").read_text()))
+APP, PART = "app.kubernetes.io/name", "app.kubernetes.io/component"
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    return next(one for one in MANIFESTS if one["kind"] == kind and one["metadata"]["name"] == name)
+
+
+def pods() -> Iterator[tuple[str, dict[str, Any]]]:
+    for one in MANIFESTS:
+        if one["kind"] in ("Deployment", "Job"):
+            yield one["metadata"]["name"], one["spec"]["template"]
+
+
+PODS = dict(pods())
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_every_pod_is_contained(name: str) -> None:
+    pod = PODS[name]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    mounted = {volume["name"] for volume in pod["volumes"]}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True and context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert "memory" in container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
+
+
+def test_two_workers_share_one_memory() -> None:
+    pod = PODS["kvrelay-workers"]["spec"]
+    shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["medium"] == "Memory"
+    small, large = pod["containers"]
+    for worker in (small, large):
+        assert {"name": "shm", "mountPath": "/dev/shm"} in worker["volumeMounts"]
+        assert "runAsUser" not in worker["securityContext"], "the pod's user: a pool is its owner's alone"
+
+
+def test_the_configuration_fits_the_containers(tmp_path: Path) -> None:
+    text = named("ConfigMap", "kvrelay")["data"]["kvrelay.yaml"]
+    known = from_values(yaml.safe_load(text)).workers
+    (tmp_path / "kvrelay.yaml").write_text(text)
+    pod = PODS["kvrelay-workers"]["spec"]
+    pools = 0
+    for container in pod["containers"]:
+        options = dict(zip(container["command"][3::2], container["command"][4::2], strict=True))
+        worker = read_settings(tmp_path / "kvrelay.yaml", options["--worker"])
+        assert known[worker.id].url == f"http://kvrelay-workers:{container['ports'][0]['containerPort']}"
+        pools += worker.pool_bytes
+    shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+    assert pools + 2 * 2**20 < int(shm["sizeLimit"].removesuffix("Mi")) * 2**20
+
+
+@pytest.mark.parametrize("name", [name for name in PODS if name != "kvrelay-models"])
+def test_servers_are_probed(name: str) -> None:
+    for container in PODS[name]["spec"]["containers"]:
+        ports = {port["name"] for port in container["ports"]}
+        for probe in ("livenessProbe", "readinessProbe"):
+            how = container[probe].get("httpGet") or container[probe]["tcpSocket"]
+            assert how["port"] in ports
+        if "httpGet" in container["livenessProbe"]:
+            assert container["livenessProbe"]["httpGet"]["path"] == "/livez", "a dead Redis must restart nobody"
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_secrets_are_the_users_alone() -> None:
+    """A mounted secret is readable by its group, which a worker and a gateway refuse: they get a copy."""
+    for name in ("kvrelay-workers", "kvrelay-gateway"):
+        pod = PODS[name]["spec"]
+        (copying,) = pod["initContainers"]
+        assert copying["command"][:3] == ["install", "-m", "0600"]
+        for container in pod["containers"]:
+            assert "mounted-secrets" not in {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_every_pod_has_a_policy_and_workers_are_the_gateways() -> None:
+    policies = {one["metadata"]["name"]: one["spec"] for one in MANIFESTS if one["kind"] == "NetworkPolicy"}
+    deny = policies["kvrelay-default-deny"]
+    assert deny == {"podSelector": {"matchLabels": {APP: "kvrelay"}}, "policyTypes": ["Ingress", "Egress"]}
+    for name, pod in PODS.items():
+        assert pod["metadata"]["labels"][APP] == "kvrelay"
+        assert policies[name]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    for name, callers in (("kvrelay-workers", {"gateway", "workers"}), ("kvrelay-redis", {"gateway"})):
+        (rule,) = policies[name]["ingress"]
+        ours = [one["podSelector"]["matchLabels"] for one in rule["from"] if "namespaceSelector" not in one]
+        assert {labels[PART] for labels in ours} == callers
+
+
+@pytest.mark.parametrize("service", [one["metadata"]["name"] for one in MANIFESTS if one["kind"] == "Service"])
+def test_services_find_their_pods(service: str) -> None:
+    spec = named("Service", service)["spec"]
+    (pod,) = [pod for pod in PODS.values() if spec["selector"] == pod["metadata"]["labels"]]
+    offered = {port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}
+    assert {port["port"] for port in spec["ports"]} == offered
+
+
+def test_mounted_configuration_and_claims_are_there() -> None:
+    for pod in PODS.values():
+        for volume in pod["spec"]["volumes"]:
+            if "configMap" in volume:
+                named("ConfigMap", volume["configMap"]["name"])
+            if "persistentVolumeClaim" in volume:
+                named("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+
+
+def test_redis_is_configured_as_in_the_compose_file() -> None:
+    ours = (REPOSITORY / "deploy" / "redis" / "redis.conf").read_text().splitlines()
+    theirs = named("ConfigMap", "kvrelay-redis")["data"]["redis.conf"].splitlines()
+    assert [line for line in ours if line and not line.startswith("#")] == theirs
