@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from workers.api.schemas import Path
+
 PREFIX = "kvrelay"
 TTFT_BUCKETS = (
     .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -19,6 +21,7 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._num_answers = self._num_exact = 0
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival of a request to its first token")
         self.inter_token = self._histogram("inter_token_latency_seconds", "From one token of an answer to the next")
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival of a request to the end of its answer")
@@ -39,6 +42,11 @@ class WorkerMetrics:
         )
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "Bytes of source KV read")
         self.transfer_tokens = self._counter("kv_transfer_tokens_total", "Tokens whose KV was mapped")
+        self.answers = self._counter("answers_total", "Answers, by where their prompts came from", "path")
+        self._gauge("exact_answers_ratio", "Part of the answers that no mapped KV served, 0 to 1").set_function(
+            self._exact_ratio
+        )
+        self.upgrades = self._counter("cache_upgrades_total", "Mapped caches read again natively, by outcome", "result")
         self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV the pool had no room for")
 
     def watch(
@@ -48,6 +56,14 @@ class WorkerMetrics:
         self._gauge("num_requests_running", "Requests that hold working memory").set_function(num_running)
         self._gauge("num_requests_waiting", "Requests that wait for a place").set_function(num_waiting)
         self._gauge("kv_cache_usage_perc", "Used part of the pool's blocks, 0 to 1").set_function(kv_usage)
+
+    def answered(self, path: Path) -> None:
+        self.answers.labels(path).inc()
+        self._num_answers += 1
+        self._num_exact += path in ("exact", "prefill")
+
+    def _exact_ratio(self) -> float:
+        return self._num_exact / self._num_answers if self._num_answers else 1.0
 
     def expose(self) -> bytes:
         """The text format of Prometheus."""

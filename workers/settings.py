@@ -67,6 +67,7 @@ class WorkerSettings(BaseModel):
     max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
     body_timeout_s: float = Field(default=10.0, gt=0)
     bundles: list[str] = []
+    upgrade_idle_s: float | None = Field(default=15.0, gt=0)
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 from workers.api.errors import WorkerUnavailable
 
 R = TypeVar("R")
+
+BACKGROUND = -100  # the priority of work that nobody waits for
 
 _Step = tuple[int, int, "Future[Any]", Callable[[], Any]]
 
@@ -30,6 +33,7 @@ class Compute:
         self._arrival = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self.busy_at = time.monotonic()  # when work that somebody waits for was last queued, or ended
         self._thread = threading.Thread(target=self._run, args=(on_start,), name=name, daemon=True)
         self._thread.start()
 
@@ -55,6 +59,7 @@ class Compute:
             if self._closed:
                 raise WorkerUnavailable("the engine has stopped")
             heapq.heappush(self._steps, (-priority, next(self._arrival), done, step))
+            self._note_busy(-priority)
             self._changed.notify()
         return done
 
@@ -85,13 +90,18 @@ class Compute:
             self._changed.wait_for(lambda: self._steps or self._closed)
             if self._closed:
                 return False
-            _, _, done, step = heapq.heappop(self._steps)
+            order, _, done, step = heapq.heappop(self._steps)
         if done.set_running_or_notify_cancel():
             try:
                 done.set_result(step())
             except BaseException as error:
                 done.set_exception(error)
+        self._note_busy(order)
         return True
+
+    def _note_busy(self, order: int) -> None:
+        if order < -BACKGROUND:
+            self.busy_at = time.monotonic()
 
 
 async def _settled(waiting: asyncio.Future[Any]) -> None:

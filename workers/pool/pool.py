@@ -59,6 +59,7 @@ class Pool(PoolMemory):
         self._index = PrefixIndex()
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # least recently used first
         self._leases: dict[str, Lease] = {}
+        self._successors: dict[str, str] = {}  # ids of mapped caches, to the exact ones that took their places
         self._next_expiry = math.inf  # nothing ends before
         self._num_evictions = 0
         self._changed = threading.Condition(threading.RLock())
@@ -194,13 +195,14 @@ class Pool(PoolMemory):
         with self._changed:
             entry = self.peek(cache_id)
             _check_use(entry, salt, require_exact)
-            self._entries.move_to_end(cache_id)
+            self._entries.move_to_end(entry.cache_id)
             return entry
 
     def peek(self, cache_id: str) -> CacheEntry:
         """The cache, whoever's it is, to look at and not to use. `CacheNotFound` as in `get`."""
         with self._changed:
             self._expire(self._clock())
+            cache_id = self._successors.get(cache_id, cache_id)
             if cache_id not in self._entries:
                 raise CacheNotFound(f"no cache {cache_id} in epoch {self.epoch}", param="cache_id")
             return self._entries[cache_id]
@@ -209,6 +211,24 @@ class Pool(PoolMemory):
         """Forget a cache. Its blocks come free when nobody else uses them."""
         with self._changed:
             self._forget(self.get(cache_id, salt))
+
+    def mapped(self) -> list[CacheEntry]:
+        """The caches that are not exact, least recently used first."""
+        with self._changed:
+            return [entry for entry in self._entries.values() if not entry.is_exact]
+
+    def supersede(self, exact: CacheEntry) -> int:
+        """Have `exact` take the place, in one go, of every mapped cache of its tenant whose tokens are the beginning of
+        its own; how many there were. Whoever names one of them gets `exact`, as long as that stands. Blocks that a
+        request or a lease still uses stay until it ends."""
+        with self._changed:
+            if not exact.is_exact or exact.cache_id not in self._entries:
+                return 0
+            chain = [entry for entry in self.mapped() if _is_beginning(entry, exact)]
+            for entry in chain:
+                self._forget(entry)
+                self._successors[entry.cache_id] = exact.cache_id
+            return len(chain)
 
     # -- leases -----------------------------------------------------------------------------------------------------
 
@@ -285,6 +305,8 @@ class Pool(PoolMemory):
 
     def _forget(self, entry: CacheEntry) -> None:
         del self._entries[entry.cache_id]
+        if entry.is_exact and self._successors:
+            self._successors = {old: new for old, new in self._successors.items() if new != entry.cache_id}
         self._drop_users(entry.blocks)
 
     def _drop_users(self, blocks: Sequence[int]) -> None:
@@ -344,6 +366,11 @@ def _check_use(entry: CacheEntry, salt: str, require_exact: bool) -> None:
         raise CacheMismatch(f"{entry.cache_id} belongs to another tenant", param="tenant_salt")
     if require_exact and not entry.is_exact:
         raise CacheMismatch(f"{entry.cache_id} is {entry.provenance}; an exact cache is required", param="cache_id")
+
+
+def _is_beginning(entry: CacheEntry, whole: CacheEntry) -> bool:
+    same_tenant = secrets.compare_digest(entry.tenant_salt, whole.tenant_salt)
+    return same_tenant and entry.common_prefix(whole.token_ids) == entry.num_tokens
 
 
 def _mapped_below(mapped: Span, start: int) -> Span:

@@ -31,6 +31,7 @@ from workers.serving.paging import page_in, page_out
 from workers.serving.probe import Agreement, probe_agreement
 from workers.serving.reuse import Reuse, reuse_of
 from workers.serving.text import TextWriter
+from workers.serving.upgrade import Uses
 
 log = structlog.get_logger()
 
@@ -63,7 +64,8 @@ class Piece:
 class Answerer:
     """Answers jobs with one engine, over one pool."""
 
-    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics):
+    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses):
+        self.uses = uses
         self.engine = engine
         self.pool = pool
         self.metrics = metrics
@@ -169,8 +171,11 @@ class Answer:
         """Keep what was read and written, probe if asked to, and tell what the engine did."""
         self._answerer.metrics.e2e.observe(time.monotonic() - self.job.arrived)
         self._answerer.metrics.generation_tokens.inc(self.num_written)
+        self._answerer.metrics.answered(self.reuse.path)
         usage = self.usage
-        if entry := await self._keep():
+        entry = await self._keep()
+        self._answerer.uses.note(self.reuse.hold.entry if self.reuse.hold else None, entry)
+        if entry:
             usage = usage.model_copy(update=_told(entry))
         if agreement := await self._probe():
             usage = usage.model_copy(update=vars(agreement))

@@ -14,10 +14,15 @@ from workers.serving.reuse import Reuse
 
 async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
     """Fill an empty sequence with a prompt: what is reused out of the pool, the rest read natively."""
+    await load_reused(pool, sequence, token_ids, reuse)
+    await sequence.read(token_ids[reuse.num_tokens :])
+
+
+async def load_reused(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
+    """The first part of `page_in`."""
     if reuse.hold is not None and reuse.num_tokens:
         source = partial(pool.gather, reuse.hold.blocks, 0, reuse.num_tokens)
         await sequence.load(token_ids[: reuse.num_tokens], source)
-    await sequence.read(token_ids[reuse.num_tokens :])
 
 
 async def page_out(

@@ -24,6 +24,7 @@ from workers.serving.answer import Answerer
 from workers.serving.prefill import Prefiller
 from workers.serving.prompts import PromptReader
 from workers.serving.transfer import Transfers
+from workers.serving.upgrade import Upgrader
 from workers.settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -50,7 +51,8 @@ class Worker:
         self.metrics = WorkerMetrics()
         max_at_once = settings.max_running + settings.max_queue
         self.prompts = PromptReader(engine, max_waiting=max_at_once)
-        self.answerer = Answerer(engine, pool, self.metrics)
+        self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
+        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
         self.tickets = TicketOffice(pool, engine.model.name)
@@ -59,18 +61,20 @@ class Worker:
             num_waiting=lambda: engine.admission.num_waiting,
             kv_usage=lambda: pool.stats.used_blocks / pool.stats.num_blocks,
         )
-        self._sweeper: asyncio.Task[None] | None = None
+        self._chores: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Worker:
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._chores.append(asyncio.create_task(self._sweep()))
+        if self.settings.upgrade_idle_s is not None:
+            self._chores.append(asyncio.create_task(self.upgrader.run()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait([self._sweeper])
+        for chore in self._chores:
+            chore.cancel()
+            await asyncio.wait([chore])
         await self.prefiller.aclose()
         await self.transfers.aclose()
         await self.engine.aclose()

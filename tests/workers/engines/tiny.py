@@ -88,7 +88,8 @@ def model_folder(
 
 
 def settings_for(folder: Path, **changes: Any) -> WorkerSettings:
-    return WorkerSettings(**{"id": "tiny-0", "model": str(folder), "num_threads": 1, "pool_bytes": 4 * 2**20} | changes)
+    defaults = {"id": "tiny-0", "num_threads": 1, "pool_bytes": 4 * 2**20, "upgrade_idle_s": None}
+    return WorkerSettings(**defaults | {"model": str(folder)} | changes)
 
 
 def reference(folder: Path) -> LlamaForCausalLM:

@@ -426,3 +426,39 @@ def test_threads_together_lose_no_block_and_read_what_they_wrote(pool: Pool) -> 
 
 def test_every_error_of_the_pool_is_one_of_the_contract() -> None:
     assert issubclass(PoolFull, KvrelayError) and PoolFull.code == "pool_full"
+
+
+# -- mapped now, exact later ----------------------------------------------------------------------------------------
+
+
+def test_an_exact_cache_takes_the_place_of_a_whole_chain(pool: Pool, clock: ManualClock) -> None:
+    below = put_mapped(pool, 12)
+    with pool.hold(below.cache_id, SALT) as held:
+        on_top = pool.store([*below.token_ids, 7, 8], random_kv(12, 14), SALT, ttl_s=60, prefix=held)
+        other = pool.store([*below.token_ids[:8], 1], random_kv(8, 9), SALT, ttl_s=60, prefix=held)
+    lease = pool.lease(below.cache_id, SALT, ttl_s=5)
+    exact = pool.store(on_top.token_ids, random_kv(0, 14, seed=9), SALT, ttl_s=60)
+    assert pool.supersede(exact) == 2
+    for cache_id in (below.cache_id, on_top.cache_id):
+        assert pool.get(cache_id, SALT, require_exact=True) == exact
+        with pytest.raises(CacheMismatch, match="another tenant"):
+            pool.get(cache_id, OTHER_SALT)
+    assert pool.mapped() == [other] and pool.supersede(exact) == 0
+    assert tuple(pool.arena.generations_of(below.blocks)) == lease.generations  # until its lease ends
+    pool.drop(other.cache_id, SALT)
+    clock.now += 6
+    pool.sweep()
+    assert free(pool) == 16 - len(exact.blocks)
+    pool.drop(below.cache_id, SALT)
+    for cache_id in (below.cache_id, exact.cache_id):
+        with pytest.raises(CacheNotFound):
+            pool.get(cache_id, SALT)
+    assert free(pool) == 16
+
+
+def test_what_is_not_exact_or_anothers_takes_no_place(pool: Pool) -> None:
+    entry = put_mapped(pool, 12)
+    assert pool.supersede(pool.store(entry.token_ids, random_kv(0, 12), OTHER_SALT, ttl_s=60)) == 0
+    assert pool.supersede(pool.store(entry.token_ids[:8], random_kv(0, 8), SALT, ttl_s=60)) == 0
+    assert pool.supersede(put_mapped(pool, 12)) == 0
+    assert pool.get(entry.cache_id, SALT) == entry

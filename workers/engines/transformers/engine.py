@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from mappers.cache import KVCache, KVGeometry
 from workers.engines.admission import Admission, Claim
 from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence
-from workers.engines.compute import Compute
+from workers.engines.compute import BACKGROUND, Compute
 from workers.engines.rates import RateMeter
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.memory import WorkingMemory
@@ -111,7 +111,8 @@ class TransformersSequence(TokenSequence):
     def _prefill(self, token_ids: Sequence[int]) -> None:
         began, before = time.perf_counter(), self.num_tokens
         self._logits = self._forward(token_ids, num_logits=1)[-1]
-        self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
+        if self._claim.priority > BACKGROUND:  # which reads in smaller chunks
+            self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
 
     def _decode(self, token: Token, sampler: Sampler) -> Token:
         began = time.perf_counter()

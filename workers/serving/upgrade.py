@@ -1,0 +1,145 @@
+"""Mapped now, exact later: in idle time a hot mapped cache is read natively, and the exact one takes its place.
+
+    mapped      |head|◄─── mapped ───►|◄─ native, over mapped ─►|    the chain: a handoff, and the turns on top of it
+    idle        |◄──────── read natively, a little at a time ──►|    steps of lowest priority, none while others work
+    exact       |◄─────────────────────────────────────────────►|    whoever names a cache of the chain gets this one
+
+Requests that already use the old blocks keep them until they end. It never evicts anything, and takes no place among
+the running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from workers.api.errors import KvrelayError, PoolFull
+from workers.api.schemas import KVTransferParams
+from workers.engines.admission import Claim
+from workers.engines.base import Engine, TokenSequence
+from workers.engines.compute import BACKGROUND
+from workers.metrics import WorkerMetrics
+from workers.pool.blocks import blocks_for
+from workers.pool.entries import CacheEntry
+from workers.pool.pool import Pool
+from workers.serving.paging import load_reused, page_out
+from workers.serving.reuse import Reuse, reuse_of
+
+log = structlog.get_logger()
+
+STEP_TOKENS = 64  # what real work waits for at most
+MIN_LIFE_S = 5.0  # a cache that ends sooner is not worth it
+MAX_COUNTED = 1024
+
+
+def choose_hot(
+    entries: Sequence[CacheEntry], uses: Mapping[str, int], *, free_blocks: int, block_tokens: int, now: float
+) -> CacheEntry | None:
+    """The mapped cache to read natively: the one that was used most, then the longest; None if none is worth it.
+    `uses` counts the answers that each took part in, those of the caches below it included."""
+    worth = [
+        entry
+        for entry in entries
+        if uses.get(entry.cache_id, 0)
+        and entry.expires_at - now > MIN_LIFE_S
+        and blocks_for(entry.num_tokens, block_tokens) <= free_blocks
+    ]
+    return max(worth, key=lambda entry: (uses[entry.cache_id], entry.num_tokens), default=None)
+
+
+class Uses:
+    """How often answers used each mapped cache. Bounded: the least recently used counts go first."""
+
+    def __init__(self) -> None:
+        self.counts: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, served: CacheEntry | None, kept: CacheEntry | None) -> None:
+        """An answer was served from one cache and kept as another, which is on top of it."""
+        if served is None or served.is_exact:
+            return
+        count = self.counts.get(served.cache_id, 0) + 1
+        for entry in (served, kept):
+            if entry is not None:
+                self.counts[entry.cache_id] = count
+                self.counts.move_to_end(entry.cache_id)
+        while len(self.counts) > MAX_COUNTED:
+            self.counts.popitem(last=False)
+
+
+class Upgrader:
+    """Upgrades the caches of one pool, one at a time, when the engine has been idle for `idle_s`."""
+
+    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, idle_s: float):
+        self.uses = Uses()
+        self._engine = engine
+        self._pool = pool
+        self._metrics = metrics
+        self._idle_s = idle_s
+
+    async def run(self) -> None:
+        """For ever. What fails is counted and logged."""
+        while True:
+            await self._until_idle()
+            try:
+                if await self.upgrade_one():
+                    continue
+            except KvrelayError as error:
+                self._metrics.upgrades.labels(error.code).inc()
+            except Exception:
+                log.exception("upgrade_failed")
+                self._metrics.upgrades.labels("internal_error").inc()
+            await asyncio.sleep(self._idle_s)
+
+    async def upgrade_one(self) -> bool:
+        """Whether there was a cache to upgrade."""
+        tip = choose_hot(
+            self._pool.mapped(),
+            self.uses.counts,
+            free_blocks=self._pool.stats.free_blocks,
+            block_tokens=self._pool.layout.block_tokens,
+            now=time.time(),
+        )
+        if tip is None:
+            return False
+        self.uses.counts.pop(tip.cache_id)  # if it fails, it is tried again when it was used again
+        exact = await self._read(tip)
+        num_replaced = self._pool.supersede(exact)
+        self._metrics.upgrades.labels("ok").inc()
+        log.info("upgraded", cache=exact.cache_id, num_tokens=exact.num_tokens, num_replaced=num_replaced)
+        return True
+
+    async def _read(self, tip: CacheEntry) -> CacheEntry:
+        """The tip's tokens, read natively from the longest exact prefix on."""
+        claim, token_ids = Claim(priority=BACKGROUND), tip.token_ids
+        with reuse_of(self._pool, token_ids, tip.tenant_salt, KVTransferParams()) as reuse:
+            async with self._engine.sequence(claim, len(token_ids)) as sequence:
+                await load_reused(self._pool, sequence, token_ids, reuse)
+                await self._read_rest(sequence, token_ids, reuse)
+                self._check_room(tip)
+                life_s = max(MIN_LIFE_S, tip.expires_at - time.time())
+                return await page_out(
+                    self._engine, self._pool, claim, sequence, reuse, salt=tip.tenant_salt, ttl_s=life_s
+                )
+
+    async def _read_rest(self, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
+        for begin in range(reuse.num_tokens, len(token_ids), STEP_TOKENS):
+            await self._until_idle()
+            await sequence.read(token_ids[begin : begin + STEP_TOKENS])
+
+    def _check_room(self, tip: CacheEntry) -> None:
+        """The room was there when it began; others may have taken it, and nothing is evicted for this."""
+        if blocks_for(tip.num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
+            raise PoolFull(f"no room for {tip.num_tokens} tokens that were read again")
+
+    async def _until_idle(self) -> None:
+        while not self._is_idle():  # noqa: ASYNC110 - what ends idleness are many things, none of which sets an event
+            await asyncio.sleep(min(0.1, self._idle_s))
+
+    def _is_idle(self) -> bool:
+        admission = self._engine.admission
+        quiet_s = time.monotonic() - self._engine.compute.busy_at
+        return not (admission.num_running or admission.num_waiting) and quiet_s >= self._idle_s
