@@ -1,30 +1,38 @@
 """Moves a KV cache from one model to another by a closed-form linear map: `KVCache` in, `KVCache` out.
 
-Knows no HTTP, no pool, no worker.
+Knows no HTTP, no pool, no worker. What is listed here is imported when it is first asked for: `import mappers` alone
+costs nothing and needs no torch.
 """
 
-from mappers.bundle import load, load_manifest, save
-from mappers.cache import KVCache, KVGeometry
-from mappers.errors import (
-    BundleCorrupt,
-    CalibrationTooSmall,
-    DataUnreadable,
-    FingerprintMismatch,
-    GeometryMismatch,
-    MapperError,
-    RankDeficient,
-    TokenizerMismatch,
-    UnknownFamily,
-    UnknownMethod,
-    UnsupportedModel,
-)
-from mappers.evaluate import evaluate, evaluate_all
-from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
-from mappers.fit import fit
-from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
-from mappers.mapper import Mapper
-from mappers.protocol import Protocol
-from mappers.replay import replay
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mappers.bundle import load, load_manifest, save
+    from mappers.cache import KVCache, KVGeometry
+    from mappers.errors import (
+        BundleCorrupt,
+        CalibrationTooSmall,
+        DataUnreadable,
+        FingerprintMismatch,
+        GeometryMismatch,
+        MapperError,
+        PositionOutOfRange,
+        RankDeficient,
+        TokenizerMismatch,
+        UnknownFamily,
+        UnknownMethod,
+        UnsupportedModel,
+    )
+    from mappers.evaluate import evaluate, evaluate_all
+    from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
+    from mappers.fit import fit
+    from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
+    from mappers.mapper import Mapper
+    from mappers.protocol import Protocol
+    from mappers.replay import replay
 
 __all__ = [
     "ArmScore",
@@ -40,6 +48,7 @@ __all__ = [
     "Manifest",
     "Mapper",
     "MapperError",
+    "PositionOutOfRange",
     "Protocol",
     "RankDeficient",
     "TokenizerMismatch",
@@ -57,3 +66,43 @@ __all__ = [
     "save",
     "tokenizer_digest",
 ]
+
+_HOMES = {
+    "ArmScore": "manifest",
+    "Evaluation": "manifest",
+    "Gate": "manifest",
+    "KVCache": "cache",
+    "KVGeometry": "cache",
+    "Manifest": "manifest",
+    "Mapper": "mapper",
+    "Protocol": "protocol",
+    "content_digest": "fingerprint",
+    "evaluate": "evaluate",
+    "evaluate_all": "evaluate",
+    "fingerprint": "fingerprint",
+    "fit": "fit",
+    "load": "bundle",
+    "load_manifest": "bundle",
+    "replay": "replay",
+    "save": "bundle",
+    "tokenizer_digest": "fingerprint",
+}  # the others are errors
+
+
+class _Package(ModuleType):
+    """Imports what is asked for. `fit` means the function, also once its module of the same name has been imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'mappers' has no attribute {name!r}")
+        return getattr(import_module(f"mappers.{_HOMES.get(name, 'errors')}"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in __all__ or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package
