@@ -103,12 +103,14 @@ class Lease:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Counts at one moment. `free_blocks` counts those still being cleared; `num_evictions` is since the start."""
+    """Counts at one moment. `free_blocks` counts those still being cleared; `num_indexed` blocks are found by their
+    tokens; `num_evictions` is since the start."""
 
     num_blocks: int
     free_blocks: int
     num_caches: int
     num_leases: int
+    num_indexed: int
     num_evictions: int
 
     @property

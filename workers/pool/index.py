@@ -22,6 +22,9 @@ class PrefixIndex:
         self._blocks_by_key: dict[bytes, list[int]] = {}  # equal contents, the newest last
         self._by_block: dict[int, _Indexed] = {}
 
+    def __len__(self) -> int:
+        return len(self._by_block)
+
     def add(self, keys: Sequence[bytes], blocks: Sequence[int], cache_id: str) -> None:
         """Key i names block i, which that cache uses."""
         for key, block in zip(keys, blocks, strict=False):

@@ -82,6 +82,7 @@ class Pool(PoolMemory):
                 free_blocks=self._ledger.num_free,
                 num_caches=len(self._entries),
                 num_leases=len(self._leases),
+                num_indexed=len(self._index),
                 num_evictions=self._num_evictions,
             )
 

@@ -45,7 +45,10 @@ class PoolModel(RuleBasedStateMachine):
         for hold in self.holds:
             hold.release()
         self.pool.sweep(float("inf"))
-        assert self.pool.stats.free_blocks == NUM_BLOCKS
+        stats = self.pool.stats
+        assert (stats.free_blocks, stats.num_indexed) == (NUM_BLOCKS, 0)
+        with self.pool.allocate(NUM_BLOCKS):  # what was freed was cleared
+            assert not self.pool.arena.data.any()
         self.pool.close()
 
     def expire(self) -> None:
@@ -117,6 +120,30 @@ class PoolModel(RuleBasedStateMachine):
                 self.forget_evicted()
         assert new.provenance == old.provenance
         self.caches[new.cache_id] = (new, pattern)
+
+    @precondition(lambda self: self.caches)
+    @rule(data=st.data())
+    def upgrade(self, data: st.DataObject) -> None:
+        """Any cache's tokens, read natively: the chain below goes, its ids lead to the new one."""
+        self.expire()
+        if not self.caches:
+            return
+        tip, pattern = self.caches[self.pick(data, self.caches)]
+        try:
+            exact = self.pool.store(tip.token_ids, content(pattern, 0, tip.num_tokens), SALT, ttl_s=20)
+        except PoolFull:
+            return
+        self.forget_evicted()
+        chain = [
+            entry
+            for entry, of in self.caches.values()
+            if of == pattern and not entry.is_exact and entry.num_tokens <= tip.num_tokens
+        ]
+        assert self.pool.supersede(exact) == len(chain)
+        for entry in chain:
+            del self.caches[entry.cache_id]
+            assert self.pool.get(entry.cache_id, SALT, require_exact=True) == exact
+        self.caches[exact.cache_id] = (exact, pattern)
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data(), ttl_s=st.integers(1, 30))
@@ -207,6 +234,7 @@ class PoolModel(RuleBasedStateMachine):
         ):
             owners.update(block for blocks in users for block in blocks)
         assert self.pool.stats.used_blocks == len(owners)
+        assert self.pool.stats.num_indexed <= len(owners)
         assert self.pool.stats.num_caches == len(self.caches)
         assert self.pool.stats.num_leases == len(self.leases)
 
