@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from mappers import methods
@@ -22,11 +21,11 @@ from mappers.exact import Target
 from mappers.fingerprint import fingerprint, tokenizer_digest, vocabulary_digest
 from mappers.hidden import projections
 from mappers.judge import Judge
-from mappers.manifest import COPY, Calibration, Gate, Kind, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
+from mappers.manifest import COPY, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
 from mappers.mapper import Mapper, probe_name
 from mappers.models import config_dict, geometry_of, load_model, local_folder
-from mappers.plan import weight_name
 from mappers.rope import Rope
+from mappers.stored import stored
 from mappers.weighting import EFFECTIVE_SHARE, Weighting, check_weighting
 
 DEFAULT_HEAD = 4
@@ -159,7 +158,7 @@ def _solve(
             for (kind, layer), solution in chooser.outputs(wanted, choice.solution).items():
                 if (kind, layer) not in collected.copies:
                     outputs[kind, layer] = _described(method, choice, solution)
-                    weights |= _stored(layer, kind, solution, precision)
+                    weights |= stored(layer, kind, solution, precision)
     return outputs, weights
 
 
@@ -174,23 +173,10 @@ def _described(method: str, choice: Choice, solution: methods.Solution) -> Outpu
     )
 
 
-def _stored(layer: int, kind: Kind, solution: methods.Solution, precision: Precision) -> dict[str, Tensor]:
-    dtype = getattr(torch, precision)
-    parts = {weight_name(layer, kind, part): _cast(tensor, dtype) for part, tensor in solution.parts().items()}
-    return {**parts, weight_name(layer, kind, "bias"): _cast(solution.bias, torch.float32)}
-
-
 def _copied(target: Target, layer: int) -> OutputSpec:
     if target[0] == "keys":
         return OutputSpec(method=COPY, key_layers=(layer,))
     return OutputSpec(method=COPY, value_layers=(layer,))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.to(dtype).cpu()
-    if not cast.isfinite().all():
-        raise MapperError(f"a weight of {float(tensor.abs().max()):.3g} is too large for {dtype}; allowed: float32")
-    return cast
 
 
 def _card(name: str, folder: Path, model: Any) -> ModelCard:

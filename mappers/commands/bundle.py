@@ -1,7 +1,11 @@
-"""Look at a mapper bundle.
+"""Look at mapper bundles.
 
-    kvrelay bundle show PATH     what it says about itself
-    kvrelay bundle verify PATH   whether its files match their digests, and whether it passes its gate
+    kvrelay bundle show BUNDLE                     what it says about itself
+    kvrelay bundle verify BUNDLE                   whether its files match their digests, and whether it passes its gate
+    kvrelay bundle diff BUNDLE BUNDLE              what differs between two
+    kvrelay bundle compose A_TO_B B_TO_C --out C   one map in place of two, with nothing fitted
+
+A bundle is a folder or the name of an embedded family.
 """
 
 from __future__ import annotations
@@ -9,38 +13,73 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mappers.bundle import MANIFEST, load, load_manifest
+from mappers.bundle import MANIFEST, load, load_manifest, save
+from mappers.compose import compose
+from mappers.difference import difference
 from mappers.errors import MapperError
 from mappers.families import find_family
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvrelay bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("action", choices=("show", "verify"))
-    parser.add_argument("path", help="a bundle's folder, or an embedded family")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], str] = options.run
     try:
-        path = options.path if (Path(options.path) / MANIFEST).exists() else find_family(options.path).bundle
-        print(_show(path) if options.action == "show" else _verify(path))
+        print(run(options))
     except MapperError as error:
         print(f"kvrelay bundle: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _show(path: str | Path) -> str:
-    manifest = load_manifest(path)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(required=True, metavar="show | verify | diff | compose")
+    for name, run, bundles in (
+        ("show", _show, ["bundle"]),
+        ("verify", _verify, ["bundle"]),
+        ("diff", _diff, ["first", "second"]),
+        ("compose", _compose, ["first", "second"]),
+    ):
+        action = actions.add_parser(name)
+        action.set_defaults(run=run)
+        for bundle in bundles:
+            action.add_argument(bundle)
+        if name == "compose":
+            action.add_argument("--out", required=True, metavar="FOLDER", help="where the bundle goes")
+    return parser
+
+
+def _folder(name: str) -> str | Path:
+    return name if (Path(name) / MANIFEST).exists() else find_family(name).bundle
+
+
+def _show(options: argparse.Namespace) -> str:
+    manifest = load_manifest(_folder(options.bundle))
     shown: dict[str, Any] = {"bundle_id": manifest.bundle_id, "copied_layers": manifest.copied_layers}
     shown |= manifest.model_dump(mode="json", exclude={"source": {"config"}, "target": {"config"}})
     return json.dumps(shown, indent=2)
 
 
-def _verify(path: str | Path) -> str:
-    mapper = load(path)
+def _verify(options: argparse.Namespace) -> str:
+    mapper = load(_folder(options.bundle))
     return f"bundle {mapper.bundle_id} is whole; " + (mapper.refusal() or "it passes its gate")
+
+
+def _diff(options: argparse.Namespace) -> str:
+    rows = difference(load(_folder(options.first)), load(_folder(options.second)))
+    if not rows:
+        return "no difference"
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{name:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}" for name, ours, theirs in rows)
+
+
+def _compose(options: argparse.Namespace) -> str:
+    mapper = save(compose(load(_folder(options.first)), load(_folder(options.second))), options.out)
+    source, target = mapper.manifest.source.name, mapper.manifest.target.name
+    return f"bundle {mapper.bundle_id} from {source} to {target}, without an evaluation; written to {options.out}"

@@ -80,8 +80,8 @@ class Meter:
             say(f"{done} {self._unit}")
         else:
             left = max(0, total - done)
-            rest = f"{(now - began) * left / (done - done_before):.0f} s to go" if done > done_before else "begun"
-            say(f"{done} of {total} {self._unit}, {rest}")
+            rest_s = (now - began) * left / max(1, done - done_before)
+            say(f"{done} of {total} {self._unit}" + (f", {rest_s:.0f} s to go" if done > done_before else ""))
 
 
 def _reader(path: str) -> Callable[[], list[Conversation]]:

@@ -1,0 +1,131 @@
+"""Two maps one after the other as one: A -> B and B -> C give A -> C, with nothing fitted.
+
+Linear maps compose; RoPE falls out, since what the second takes off is what the first has put on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+
+import torch
+from torch import Tensor
+
+from mappers.bundle import seal
+from mappers.errors import FingerprintMismatch, MapperError
+from mappers.fit import LICENCE, tool_version
+from mappers.manifest import COPY, KINDS, Calibration, Kind, LayerSpec, Manifest, OutputSpec, Precision
+from mappers.mapper import Mapper, probe_name
+from mappers.methods import Solution
+from mappers.methods.base import Factored
+from mappers.plan import weight_name
+from mappers.rope import TOLERANCE
+from mappers.stored import Whole, blocks_of, stored
+
+COMPOSED = "composed"
+
+
+def compose(first: Mapper, second: Mapper) -> Mapper:
+    """The map from the source of `first` to the target of `second`, equal to applying one after the other.
+
+    Raises `FingerprintMismatch` unless the target of `first` is the source of `second`, `MapperError` where `first`
+    passes keys through between models that turn them differently. The result has no evaluation.
+    """
+    _check(first, second)
+    precision: Precision = "float16"
+    if "float32" in (first.manifest.precision, second.manifest.precision):
+        precision = "float32"
+    weights: dict[str, Tensor] = {
+        probe_name("source"): first.weights[probe_name("source")],
+        probe_name("target"): second.weights[probe_name("target")],
+    }
+    layers = []
+    for layer in range(second.manifest.target.num_layers):
+        specs: dict[Kind, OutputSpec] = {}
+        for kind in KINDS:
+            specs[kind], tensors = _output(first, second, layer, kind, precision)
+            weights |= tensors
+        layers.append(LayerSpec(keys=specs["keys"], values=specs["values"]))
+    return seal(_manifest(first, second, tuple(layers), precision), weights, str(first.device))
+
+
+def _output(
+    first: Mapper, second: Mapper, layer: int, kind: Kind, precision: Precision
+) -> tuple[OutputSpec, dict[str, Tensor]]:
+    """What one layer's keys or values are made of, and the weights by name."""
+    outer_spec = second.manifest.layers[layer].of(kind)
+    outer = Whole.of(second, layer, kind)
+    inner_specs = {block: first.manifest.layers[block[1]].of(block[0]) for block in outer.blocks}
+    # 1. A copy of an output is that output, in the form that it has.
+    if outer_spec.method == COPY:
+        (copied,) = outer.blocks
+        return inner_specs[copied], _renamed(first, copied[1], layer, kind)
+    # 2. Every block that the second map reads is an output of the first.
+    inner = {block: Whole.of(first, block[1], block[0]).multiplied for block in outer.blocks}
+    blocks = tuple(sorted({block for spec in inner_specs.values() for block in blocks_of(spec)}))
+    weight = torch.cat([sum_of([inner[b].rows(a) @ outer.rows(b) for b in outer.blocks]) for a in blocks])
+    constant = sum_of([inner[b].bias @ outer.rows(b) for b in outer.blocks])
+    # 3. In as many factors as the second map has.
+    if outer.up is None:
+        solution = Solution(weight, constant + outer.bias)
+    else:
+        bias = constant @ outer.up + outer.bias
+        solution = Factored(weight @ outer.up, bias, down=weight, up=outer.up)
+    spec = OutputSpec(
+        method=COMPOSED,
+        key_layers=tuple(i for name, i in blocks if name == "keys"),
+        value_layers=tuple(i for name, i in blocks if name == "values"),
+        **solution.structure(),
+    )
+    return spec, stored(layer, kind, solution, precision)
+
+
+def _renamed(first: Mapper, layer: int, to: int, kind: Kind) -> dict[str, Tensor]:
+    names = {weight_name(layer, kind, part): weight_name(to, kind, part) for part in ("weight", "up", "bias")}
+    return {names[name]: first.weights[name] for name in names if name in first.weights}
+
+
+def sum_of(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def _check(first: Mapper, second: Mapper) -> None:
+    middle, expected = first.manifest.target, second.manifest.source
+    if middle.fingerprint != expected.fingerprint:
+        raise FingerprintMismatch(
+            f"bundle {first.bundle_id} leads to {middle.name} ({middle.fingerprint[:12]}…), bundle {second.bundle_id} "
+            f"starts from {expected.name} ({expected.fingerprint[:12]}…); allowed: A to B, then B to C"
+        )
+    positions = first.target_rope.probe_positions
+    for layer, spec in enumerate(first.manifest.layers):
+        if spec.keys.method != COPY:
+            continue
+        theirs = torch.cat(first.source_rope.rows(positions, spec.keys.key_layers[0]))
+        ours = torch.cat(first.target_rope.rows(positions, layer))
+        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=TOLERANCE):
+            raise MapperError(
+                f"bundle {first.bundle_id} copies the keys of layer {layer}, which its two models turn differently; "
+                f"allowed: one that was fitted without copies"
+            )
+
+
+def _manifest(first: Mapper, second: Mapper, layers: tuple[LayerSpec, ...], precision: Precision) -> Manifest:
+    parts = (first.manifest.calibration, second.manifest.calibration)
+    return Manifest(
+        source=first.manifest.source,
+        target=second.manifest.target,
+        method=COMPOSED,
+        options={"first": first.bundle_id, "second": second.bundle_id},
+        layers=layers,
+        precision=precision,
+        calibration=Calibration(
+            name="; then ".join(part.name for part in parts),
+            digest=hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest(),
+            num_documents=min(part.num_documents for part in parts),
+            num_tokens=min(part.num_tokens for part in parts),
+            head=max(part.head for part in parts),
+        ),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        tool_version=tool_version(),
+        licence=LICENCE,
+    )

@@ -1,0 +1,84 @@
+"""From a solution to the tensors of a bundle, and from these back to one matrix, whatever form they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mappers.collect import Block
+from mappers.errors import MapperError
+from mappers.manifest import COPY, Kind, OutputSpec, Precision
+from mappers.mapper import Mapper
+from mappers.methods import Layout, Solution
+from mappers.methods.base import spread
+from mappers.plan import weight_name
+
+
+def stored(layer: int, kind: Kind, solution: Solution, precision: Precision) -> dict[str, Tensor]:
+    """The tensors of one output by name. Raises `MapperError` for a weight that the precision can't hold."""
+    dtype = getattr(torch, precision)
+    parts = {weight_name(layer, kind, part): _cast(tensor, dtype) for part, tensor in solution.parts().items()}
+    return {**parts, weight_name(layer, kind, "bias"): _cast(solution.bias, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One output as a bundle holds it: output = features of `blocks` @ weight @ up + bias, in float64.
+
+    `up` is None unless the weight is stored as two factors.
+    """
+
+    blocks: tuple[Block, ...]
+    weight: Tensor
+    bias: Tensor
+    up: Tensor | None = None
+
+    @classmethod
+    def of(cls, mapper: Mapper, layer: int, kind: Kind) -> Whole:
+        spec = mapper.manifest.layers[layer].of(kind)
+        blocks = blocks_of(spec)
+        if spec.method == COPY:
+            width = mapper.manifest.target.geometry.width
+            return cls(blocks, torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
+        weight, bias = (_tensor(mapper.weights, layer, kind, part) for part in ("weight", "bias"))
+        if spec.heads:
+            weight = spread(layout_of(mapper), spec.heads, weight)
+        return cls(blocks, weight, bias, _tensor(mapper.weights, layer, kind, "up") if spec.rank else None)
+
+    def rows(self, block: Block) -> Tensor:
+        """The part of the weight that multiplies a block; zeros for one that is not used."""
+        width = len(self.weight) // len(self.blocks)
+        if block not in self.blocks:
+            return self.weight.new_zeros(width, self.weight.shape[1])
+        at = self.blocks.index(block)
+        return self.weight[at * width : (at + 1) * width]
+
+    @property
+    def multiplied(self) -> Whole:
+        """With a single matrix."""
+        return self if self.up is None else Whole(self.blocks, self.weight @ self.up, self.bias)
+
+
+def blocks_of(spec: OutputSpec) -> tuple[Block, ...]:
+    """The blocks of features that an output is computed from, in the order of its weight's rows."""
+    keys: tuple[Block, ...] = tuple(("keys", layer) for layer in spec.key_layers)
+    return keys + tuple(("values", layer) for layer in spec.value_layers)
+
+
+def layout_of(mapper: Mapper) -> Layout:
+    source, target = mapper.manifest.source.geometry, mapper.manifest.target.geometry
+    return Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
+
+
+def _tensor(weights: Mapping[str, Tensor], layer: int, kind: Kind, part: str) -> Tensor:
+    return weights[weight_name(layer, kind, part)].double()
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype).cpu()
+    if not cast.isfinite().all():
+        raise MapperError(f"a weight of {float(tensor.abs().max()):.3g} is too large for {dtype}; allowed: float32")
+    return cast
