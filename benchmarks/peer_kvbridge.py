@@ -1,0 +1,342 @@
+"""Side by side with the public implementation souvikDevloper/kvbridge: same pair, same tokens, same number of layers.
+
+    git clone https://github.com/souvikDevloper/kvbridge ../kvbridge
+    python benchmarks/peer_kvbridge.py ../kvbridge --family smol --tokens 12000 --json peer.json
+
+Both fit on the keys and values that the two models make of the same calibration tokens, the first few of each document
+left out for both, and both are judged by the target's perplexity on the same test documents with the same native head.
+
+    fit    seconds from the first document on, without the models' own forward passes
+    map    a whole cache of 1,024 tokens in, one out, the two taking turns; the median
+
+Nothing of the peer is imported but from the checkout that is named, whose commit is told in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers import PreTrainedModel
+
+from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, evaluate_all, fit
+from mappers.collect import MAX_DOCUMENT_TOKENS
+from mappers.commands.pair import Meter, Pair, pair_of_family, say
+from mappers.families import find_family
+from mappers.fit import DEFAULT_HEAD
+from mappers.models import load_model, load_tokenizer, read
+from mappers.rope import Rope
+from mappers.speed import measure
+
+ARMS = ("mapped", "hybrid", "no_cache")
+TIMED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Result:
+    """One implementation: medians of times, perplexity ratios against the target's own cache, and agreement."""
+
+    who: str
+    fit_s: float
+    map_ms_per_1024: float
+    weight_bytes: int
+    mapped: float
+    hybrid: float
+    hybrid_low: float
+    hybrid_high: float
+    hybrid_top1: float
+
+
+class Peer:
+    """The other implementation, from a checkout. Raises `MapperError` for a folder that holds none."""
+
+    def __init__(self, checkout: Path):
+        package = checkout / "src" / "kvbridge"
+        if not (package / "__init__.py").exists():
+            raise MapperError(f"{checkout} is no checkout of kvbridge: {package} is missing")
+        sys.path.insert(0, str(package.parent))
+        self.commit = _git(checkout, "rev-parse", "HEAD")
+        self.is_changed = bool(_git(checkout, "status", "--porcelain", "--untracked-files=no"))
+        names = ("cache", "config", "fit", "huggingface")
+        self._cache, self._config, self._fit, self._live = (import_module(f"kvbridge.{name}") for name in names)
+
+    def cache(self, cache: KVCache, rope: Rope) -> Any:
+        """One of ours as one of theirs, with the factors of its positions."""
+        return self._cache.KVCache(
+            [key[None] for key in cache.keys], [value[None] for value in cache.values], self.factors(cache, rope)
+        )
+
+    def factors(self, cache: KVCache, rope: Rope) -> Any:
+        return self._cache.RotaryFactors(*rope.rows(cache.positions, 0))
+
+    def fitted(self, models: Sequence[Any], tokenizer: Any, pairs: Sequence[tuple[Any, Any]], layers: int) -> Any:
+        """Their mapper from `pairs` of their caches, with their own defaults but for the number of layers."""
+        examples = [self._fit.CalibrationPair(*pair) for pair in pairs]
+        signatures = [self._live.model_signature(model, tokenizer, revision="local") for model in models]
+        return self._fit.fit_mapper(examples, *signatures, self._config.FitConfig(top_k=layers))
+
+
+class PeerMapper:
+    """Their mapper where ours are judged."""
+
+    bundle_id = "peer"
+
+    def __init__(self, peer: Peer, mapper: Any, ropes: tuple[Rope, Rope], manifest: Any):
+        self._peer, self._mapper, self._ropes = peer, mapper, ropes
+        self.manifest = manifest
+
+    def check(self, source_fingerprint: str, target_fingerprint: str) -> None:
+        """It was fitted in this run, on the models that it is judged on."""
+
+    def map(self, source: KVCache) -> KVCache:
+        target_rotary = self._peer.factors(source, self._ropes[1])
+        mapped = self._mapper.map(self._peer.cache(source, self._ropes[0]), target_rotary=target_rotary)
+        keys, values = (tuple(states[0] for states in kind) for kind in (mapped.keys, mapped.values))
+        return KVCache(keys, values, source.start)
+
+    @property
+    def weight_bytes(self) -> int:
+        kinds = ("key_weights", "value_weights", "key_biases", "value_biases")
+        return _bytes(tensor for kind in kinds for tensor in getattr(self._mapper, kind))
+
+
+class ForwardClock:
+    """Seconds that transformers models spend reading; calls within a call count once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth, self._began = 0, 0.0
+
+    def enter(self, module: Any, _: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            self._depth += 1
+            if self._depth == 1:
+                self._began = time.perf_counter()
+
+    def leave(self, module: Any, _: Any, __: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            self._depth -= 1
+            if self._depth == 0:
+                self.seconds += time.perf_counter() - self._began
+
+
+@contextmanager
+def forward_clock() -> Iterator[ForwardClock]:
+    """Runs while the block lasts, over every model of the process."""
+    clock = ForwardClock()
+    hooks = register_module_forward_pre_hook(clock.enter), register_module_forward_hook(clock.leave)
+    try:
+        yield clock
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    torch.set_num_threads(options.threads)
+    try:
+        report = compare(options)
+    except MapperError as error:
+        print(f"peer_kvbridge: {error}", file=sys.stderr)
+        return 1
+    print(table(report))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    # 1. What both work on.
+    peer = Peer(options.checkout)
+    pair = pair_of_family(find_family(options.family), argparse.Namespace(data=None))
+    models = load_model(pair.source), load_model(pair.target)
+    ropes = Rope.of(models[0]), Rope.of(models[1])
+    texts = calibration(pair, options.tokens)
+    # 2. The fits, turn by turn.
+    say(f"reading {sum(map(len, texts))} calibration tokens with both models, once for the peer")
+    examples = [_example(peer, models, ropes, ids) for ids in texts]
+    seconds: dict[str, list[float]] = {"kvrelay": [], "kvbridge": []}
+    for turn in range(options.fits):
+        say(f"fitting, {turn + 1} of {options.fits}")
+        ours, took = _our_fit(pair, texts, options)
+        seconds["kvrelay"].append(took)
+        began = time.perf_counter()
+        theirs = peer.fitted(models, load_tokenizer(pair.target), examples, options.layers)
+        seconds["kvbridge"].append(time.perf_counter() - began)
+    del examples
+    mappers = {"kvrelay": ours, "kvbridge": PeerMapper(peer, theirs, ropes, ours.manifest)}
+    # 3. The maps, turn by turn; and what the target makes of them.
+    map_ms = _map_times(mappers, read(models[0], _long(texts)), options.repeats)
+    protocol = Protocol(options.lengths, options.documents, num_controls=options.documents)
+    judged = evaluate_all(
+        list(mappers.values()),  # type: ignore[arg-type]
+        *models,
+        pair.documents("test"),
+        protocol,
+        arms=ARMS,
+        progress=Meter("tokens"),
+    )
+    sizes = {"kvrelay": _bytes(ours.weights.values()), "kvbridge": mappers["kvbridge"].weight_bytes}
+    rows = [
+        _result(who, statistics.median(seconds[who]), map_ms[who], sizes[who], evaluation)
+        for who, evaluation in zip(mappers, judged, strict=True)
+    ]
+    without = judged[0].arm("no_cache")
+    return {
+        "peer": {"name": "souvikDevloper/kvbridge", "commit": peer.commit, "changed": peer.is_changed},
+        "machine": platform.machine(),
+        "threads": options.threads,
+        "family": options.family,
+        "tokens": sum(map(len, texts)),
+        "layers": options.layers,
+        "method": options.method,
+        "lengths": list(options.lengths),
+        "documents": options.documents,
+        "no_cache": without.ppl_ratio if without else None,
+        "rows": [asdict(row) for row in rows],
+        "kvrelay_speed": measure(ours).told,
+    }
+
+
+def calibration(pair: Pair, tokens: int) -> list[list[int]]:
+    """The documents that a fit on so many tokens reads, cut as it cuts them."""
+    texts: list[list[int]] = []
+    for ids in pair.documents("calibrate"):
+        if len(ids) > DEFAULT_HEAD + 1:
+            texts.append(list(ids[:MAX_DOCUMENT_TOKENS]))
+        if sum(map(len, texts)) >= tokens:
+            break
+    return texts
+
+
+def table(report: dict[str, Any]) -> str:
+    peer = report["peer"]
+    lines = [
+        f"{report['family']}, {report['tokens']} calibration tokens, {report['layers']} layers, {report['threads']} "
+        f"threads; {peer['name']} at {peer['commit'][:12]}{' (changed)' if peer['changed'] else ''}",
+        f"{'':<10}{'fit s':>9}{'map ms':>9}{'MB':>8}{'mapped':>9}{'hybrid':>9}  {'95% interval':<15}{'top-1':>6}",
+    ]
+    for row in report["rows"]:
+        interval = f"{row['hybrid_low']:.3f}-{row['hybrid_high']:.3f}"
+        lines.append(
+            f"{row['who']:<10}{row['fit_s']:>9.1f}{row['map_ms_per_1024']:>9.1f}{row['weight_bytes'] / 1e6:>8.2f}"
+            f"{row['mapped']:>9.4f}{row['hybrid']:>9.4f}  {interval:<15}{row['hybrid_top1']:>6.3f}"
+        )
+    speed = report["kvrelay_speed"]
+    by_length = ", ".join(f"{row['tokens']}: {row['ms']:.1f} ms" for row in speed["map"])
+    lines.append(f"no cache {report['no_cache']:.4f}")
+    lines.append(f"kvrelay's map by tokens, in place: {by_length}; {speed['share_of_peak']:.0%} of the matmul peak")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="peer_kvbridge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path, help="where kvbridge was cloned to")
+    parser.add_argument("--family", default="smol")
+    parser.add_argument("--tokens", type=int, default=12_000, help="to fit on (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="source layers a target layer (default %(default)s)")
+    parser.add_argument("--method", default="ridge", help="of ours (default %(default)s)")
+    parser.add_argument("--no-copies", action="store_true", help="fit layers that both models share as well")
+    parser.add_argument("--fits", type=int, default=1, help="how often both fit (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=9, help="how often both map (default %(default)s)")
+    parser.add_argument("--lengths", type=_numbers, default=(384, 1024), help="prefix lengths (384,1024)")
+    parser.add_argument("--documents", type=int, default=10, help="test documents at each (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _our_fit(pair: Pair, texts: list[list[int]], options: argparse.Namespace) -> tuple[Mapper, float]:
+    """A mapper, and the seconds that it took beside the models' forward passes."""
+    begun: list[float] = []
+
+    def documents(clock: ForwardClock) -> Iterator[list[int]]:
+        begun.append(time.perf_counter() - clock.seconds)
+        yield from texts
+
+    with forward_clock() as clock:
+        mapper = fit(
+            pair.source,
+            pair.target,
+            documents(clock),
+            method=options.method,
+            layers=options.layers,
+            copies=not options.no_copies,
+            precision="float32",
+        )
+    return mapper, time.perf_counter() - clock.seconds - begun[0]
+
+
+def _example(peer: Peer, models: tuple[Any, Any], ropes: tuple[Rope, Rope], ids: list[int]) -> tuple[Any, Any]:
+    caches = (read(model, ids).slice(DEFAULT_HEAD, len(ids)) for model in models)
+    source, target = (peer.cache(cache, rope) for cache, rope in zip(caches, ropes, strict=True))
+    return source, target
+
+
+def _long(texts: list[list[int]]) -> list[int]:
+    """Calibration tokens, as many as are timed."""
+    return [token for ids in texts for token in ids][:TIMED_TOKENS]
+
+
+def _map_times(mappers: dict[str, Any], cache: KVCache, repeats: int) -> dict[str, float]:
+    """Median milliseconds for 1,024 tokens; one round that does not count comes first."""
+    seconds: dict[str, list[float]] = {who: [] for who in mappers}
+    for turn in range(repeats + 1):
+        for who, mapper in mappers.items():
+            began = time.perf_counter()
+            mapper.map(cache)
+            if turn:
+                seconds[who].append(time.perf_counter() - began)
+    return {who: statistics.median(found) * 1e3 * 1024 / cache.num_tokens for who, found in seconds.items()}
+
+
+def _result(who: str, fit_s: float, map_ms: float, weight_bytes: int, evaluation: Evaluation) -> Result:
+    arms = SimpleNamespace(**{score.arm: score for score in evaluation.arms})
+    return Result(
+        who=who,
+        fit_s=round(fit_s, 3),
+        map_ms_per_1024=round(map_ms, 3),
+        weight_bytes=weight_bytes,
+        mapped=arms.mapped.ppl_ratio,
+        hybrid=arms.hybrid.ppl_ratio,
+        hybrid_low=arms.hybrid.ppl_low,
+        hybrid_high=arms.hybrid.ppl_high,
+        hybrid_top1=arms.hybrid.top1,
+    )
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        told = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise MapperError(f"{folder} has no git history to tell its version by") from error
+    return told.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
