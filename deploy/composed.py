@@ -31,7 +31,8 @@ class Service:
 
     @property
     def command(self) -> list[str]:
-        return [*self.content.get("entrypoint", []), *self.content["command"]]
+        """Empty where it is the image's own."""
+        return [*self.content.get("entrypoint", []), *self.content.get("command", [])]
 
     @property
     def environment(self) -> dict[str, str]:

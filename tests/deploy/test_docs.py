@@ -1,0 +1,123 @@
+"""The documentation says what is so: its commands run, its examples work, and what it names is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import queries
+from deploy.composed import REPOSITORY, Composed
+from gateway import settings
+from gateway.policies import Asked
+from workers.settings import read_settings
+
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = {"docker", "kubectl", "linux", "worker"}  # what a command needs that a test has not, or not so quickly
+TOP = {path.name for path in REPOSITORY.iterdir()}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `kind` are the words behind its opening fence."""
+
+    where: str
+    kind: tuple[str, ...]
+    text: str
+
+
+BLOCKS = [
+    Block(f"{doc.stem}-{number}", tuple(found[1].split()), found[2])
+    for doc in DOCS
+    for number, found in enumerate(FENCE.finditer(doc.read_text()), start=1)
+]
+
+
+def of(*kind: str) -> Any:
+    blocks = [block for block in BLOCKS if block.kind[: len(kind)] == kind]
+    return pytest.mark.parametrize("block", blocks, ids=lambda block: block.where)
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    known = {("text",), ("python",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
+    assert {block.kind for block in BLOCKS} <= known
+
+
+@of("sh")
+def test_commands_are_well_formed(block: Block) -> None:
+    checked = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("kvrelay "):
+            assert line.split()[1] in {"--help", *commands()}, f"there is no {line!r}"
+
+
+@of("sh", "run")
+def test_commands_run(block: Block) -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-e"], input=block.text, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert "usage" in ran.stdout
+
+
+@of("python")
+def test_examples_work(block: Block) -> None:
+    names: dict[str, Any] = {"__name__": block.where}
+    exec(compile(block.text, block.where, "exec"), names)  # the file's own text, which is ours
+    if "LongOnes" in names:
+        policy = names["LongOnes"]()
+        assert [policy.decide(("small", "large"), Asked(num_chars=n)).tier for n in (1, 9000)] == ["small", "large"]
+    else:
+        assert names["Mean"]().name == "mean"
+
+
+@of("yaml", "kvrelay")
+def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text(block.text)
+    for worker in settings.load(path).workers:
+        read_settings(path, worker)
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+def test_files_and_tests_that_are_named_are_there(doc: Path) -> None:
+    named = [name for name in re.findall(r"`([\w./-]+(?:::\w+)?)`", doc.read_text()) if name.split("/")[0] in TOP]
+    for name in named:
+        path, _, test = name.partition("::")
+        assert (REPOSITORY / path).exists(), name
+        assert not test or f"def {test}(" in (REPOSITORY / path).read_text(), name
+
+
+def test_every_threat_is_shown_by_a_test() -> None:
+    lines = (REPOSITORY / "docs" / "security.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    assert all("::test_" in row.rsplit("|", 2)[1] for row in rows)
+
+
+def test_the_services_and_alerts_are_those_there_are(composed: Composed) -> None:
+    text = (REPOSITORY / "docs" / "operate.md").read_text()
+    listed = {name for row in re.findall(r"^\| ([a-z, -]+) \|", text, re.MULTILINE) for name in row.split(", ")}
+    assert {service.name for service in composed.started_with("cpu")} <= listed
+    alerts = {query.where.removeprefix("alert ") for query in queries.of_rules("alert")}
+    assert set(re.findall(r"^\| (Kvrelay\w+) \|", text, re.MULTILINE)) == alerts
+
+
+def commands() -> set[str]:
+    """Of pyproject.toml: those that are registered with an installation may be older."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return set(project["entry-points"]["kvrelay.commands"])
+
+
+def test_yaml_of_deploy_is_yaml() -> None:
+    for path in (REPOSITORY / "deploy").rglob("*.y*ml"):
+        assert list(yaml.safe_load_all(path.read_text())), path
