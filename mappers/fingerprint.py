@@ -41,6 +41,39 @@ CONFIG_FIELDS = (
     "attention_bias",
     "tie_word_embeddings",
 )
+# Fields that came later count where a config has them, so that models which have none keep their fingerprints.
+LATER_FIELDS = (
+    "alibi",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "kv_lora_rank",
+    "layer_norm_epsilon",
+    "logit_scale",
+    "logits_scaling",
+    "max_window_layers",
+    "no_rope_layers",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "num_kv_shared_layers",
+    "original_max_position_embeddings",
+    "qk_layernorm",
+    "quantization_config",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "rope_local_base_freq",
+    "rotary_emb_base",
+    "rotary_pct",
+    "sliding_window_pattern",
+    "use_parallel_residual",
+    "use_qk_norm",
+    "use_qkv_bias",
+    "use_sliding_window",
+    "v_head_dim",
+)
 
 
 def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:
@@ -70,7 +103,7 @@ def content_digest(folder: str | Path, cache_folder: Path | None = None) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights or not config.exists():
         raise UnsupportedModel(f"{folder} is no model folder: it needs config.json and *.safetensors")
-    return _remembered("content", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
+    return _remembered("content 2", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -121,7 +154,9 @@ def _file_digest(path: Path) -> str:
 
 def _content_digest(config: Path, weights: list[Path]) -> str:
     fields = _json(config)
-    digest = hashlib.sha256(_canonical({name: fields.get(name) for name in CONFIG_FIELDS}))
+    counted = {name: fields.get(name) for name in CONFIG_FIELDS}
+    counted |= {name: fields[name] for name in LATER_FIELDS if fields.get(name) is not None}
+    digest = hashlib.sha256(_canonical(counted))
     tensors = sorted((entry for path in weights for entry in _header(path)), key=lambda entry: entry.name)
     views = {path: _View(path) for path in weights}
     try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch
+from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, TokenizerMismatch
 from mappers.manifest import COPY, KINDS, Gate, Manifest
 from mappers.plan import Workspace, outputs_of
 from mappers.rope import TOLERANCE, Rope
@@ -50,6 +50,19 @@ class Mapper:
                 raise FingerprintMismatch(
                     f"bundle {self.bundle_id} was fitted for {role} {card.name} ({card.fingerprint[:12]}…), "
                     f"not for weights {given[:12]}…"
+                )
+
+    def check_tokenizers(self, source: str | None = None, target: str | None = None) -> None:
+        """Raise `TokenizerMismatch` if a model has another tokenizer or chat template than it had at the fit.
+
+        Digests as of `mappers.tokenizer_digest`; one that is not known, here or in the bundle, is not compared.
+        """
+        for role, card, given in (("source", self.manifest.source, source), ("target", self.manifest.target, target)):
+            known = card.tokenizer_digest
+            if known is not None and given is not None and known != given:
+                raise TokenizerMismatch(
+                    f"bundle {self.bundle_id} was fitted with another tokenizer or chat template of {role} {card.name} "
+                    f"({known[:12]}…, now {given[:12]}…)"
                 )
 
     def refusal(self, **bounds: Any) -> str | None:

@@ -1,7 +1,7 @@
 """The mapper bundles that a worker may use on what it receives: loaded and judged once, at start.
 
-A bundle is used only if it was fitted for exactly the worker's weights and its evaluation passes the gate. One that
-does not is reported with the reason, in the log and in `/v1/info`, and stands in nobody's way.
+A bundle is used only if it was fitted for exactly the worker's weights and tokenizer, and its evaluation passes the
+gate. One that does not is reported with the reason, in the log and in `/v1/info`, and stands in nobody's way.
 """
 
 from __future__ import annotations
@@ -57,16 +57,18 @@ class Bundles:
         return [bundle.info for bundle in self._judged]
 
 
-def load_bundles(paths: Iterable[str], *, target_fingerprint: str, gate: Gate, device: str) -> Bundles:
+def load_bundles(
+    paths: Iterable[str], *, target_fingerprint: str, target_tokenizer: str | None, gate: Gate, device: str
+) -> Bundles:
     """Load and judge. Raises `SettingsError` for a path that holds no bundle: that is a mistake in the settings."""
-    judged = [_judge(path, target_fingerprint, gate, device) for path in paths]
+    judged = [_judge(path, target_fingerprint, target_tokenizer, gate, device) for path in paths]
     for bundle in judged:
         tell = log.info if bundle.mapper else log.warning
         tell("bundle", bundle=bundle.manifest.bundle_id, usable=bundle.mapper is not None, reason=bundle.reason)
     return Bundles(judged)
 
 
-def _judge(path: str, target_fingerprint: str, gate: Gate, device: str) -> JudgedBundle:
+def _judge(path: str, target_fingerprint: str, tokenizer: str | None, gate: Gate, device: str) -> JudgedBundle:
     try:
         manifest = load_manifest(path)
     except MapperError as error:
@@ -74,6 +76,7 @@ def _judge(path: str, target_fingerprint: str, gate: Gate, device: str) -> Judge
     try:
         mapper = load(path, device)
         mapper.check(manifest.source.fingerprint, target_fingerprint)
+        mapper.check_tokenizers(target=tokenizer)
     except MapperError as error:
         return JudgedBundle(manifest, reason=str(error))
     reason = mapper.refusal(**gate.model_dump())

@@ -23,7 +23,7 @@ from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate_all
 from mappers.families import find_family
-from mappers.fingerprint import fingerprint
+from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.manifest import Evaluation
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
@@ -113,6 +113,7 @@ def _models(pair: Pair, mappers: Sequence[Mapper], device: str) -> tuple[Any, An
     folders = local_folder(pair.source), local_folder(pair.target)
     for mapper in mappers:
         mapper.check(fingerprint(folders[0]), fingerprint(folders[1]))
+        mapper.check_tokenizers(tokenizer_digest(folders[0]), tokenizer_digest(folders[1]))
     return load_model(folders[0], device), load_model(folders[1], device)
 
 

@@ -18,6 +18,7 @@ from mappers import (
     Gate,
     Mapper,
     MapperError,
+    TokenizerMismatch,
     load,
     load_manifest,
     save,
@@ -183,6 +184,15 @@ def test_only_the_models_it_was_fitted_for_are_accepted(twin_mapper: Mapper) -> 
         twin_mapper.check(target, target)
     with pytest.raises(FingerprintMismatch, match="target large"):
         twin_mapper.check(source, source)
+
+
+def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
+    card = twin_mapper.manifest.target.model_copy(update={"tokenizer_digest": "ab" * 32})
+    mapper = seal(twin_mapper.manifest.model_copy(update={"target": card}), dict(twin_mapper.weights))
+    mapper.check_tokenizers(source="cd" * 32, target="ab" * 32)  # nothing is known of the source's
+    mapper.check_tokenizers(target=None)
+    with pytest.raises(TokenizerMismatch, match="another tokenizer or chat template of target large .abababababab"):
+        mapper.check_tokenizers(target="cd" * 32)
 
 
 @pytest.mark.parametrize(

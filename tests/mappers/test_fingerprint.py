@@ -51,7 +51,18 @@ def test_shards_have_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(sharded) == fingerprint(folder)
 
 
-@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"num_key_value_heads": 4}, {"rope_parameters": {"a": 1}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-3},
+        {"num_key_value_heads": 4},
+        {"rope_parameters": {"a": 1}},
+        {"sliding_window": 64},
+        {"no_rope_layers": [1, 0]},
+        {"attn_logit_softcapping": 50.0},
+        {"quantization_config": {"bits": 4}},
+    ],
+)
 def test_a_config_field_that_matters_changes_it(folder: Path, change: dict[str, object]) -> None:
     before = fingerprint(folder)
     edit_config(folder, change)
@@ -60,7 +71,7 @@ def test_a_config_field_that_matters_changes_it(folder: Path, change: dict[str, 
 
 def test_a_config_field_that_does_not_matter_does_not(folder: Path) -> None:
     before = fingerprint(folder)
-    edit_config(folder, {"transformers_version": "9.9", "use_cache": False})
+    edit_config(folder, {"transformers_version": "9.9", "use_cache": False, "no_rope_layers": None})
     assert fingerprint(folder) == before
 
 

@@ -30,7 +30,8 @@ KVSource = Callable[[KVCache], object]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that an engine runs. `fingerprint` is SHA-256 in hex, `max_model_len` counts tokens."""
+    """The model that an engine runs. `fingerprint` and `tokenizer_digest` (chat template included; None if there is no
+    file to tell) are SHA-256 in hex, `max_model_len` counts tokens."""
 
     name: str
     fingerprint: str
@@ -39,6 +40,7 @@ class ModelInfo:
     vocab_size: int
     eos_ids: frozenset[int]
     device: str
+    tokenizer_digest: str | None = None
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ def build_worker(
     bundles = load_bundles(
         settings.bundles,
         target_fingerprint=engine.model.fingerprint,
+        target_tokenizer=engine.model.tokenizer_digest,
         gate=settings.gate,
         device=settings.device,
     )

@@ -208,6 +208,16 @@ async def test_a_bundle_for_other_weights_is_not_used(folder: Path, small_folder
         assert not info.usable and info.reason and "weights" in info.reason
 
 
+async def test_a_bundle_for_another_chat_template_is_not_used(
+    folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+    async with serving(other, bundles=[bundle]) as large:
+        (info,) = (await large.client.info()).bundles
+        assert not info.usable and info.reason and "another tokenizer or chat template" in info.reason
+
+
 async def test_a_corrupt_bundle_is_told_and_not_used(
     folder: Path, small_folder: Path, bundle: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from mappers.errors import MapperError
-from mappers.fingerprint import fingerprint
+from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.models import context_of, geometry_of, load_tokenizer, local_folder
 from workers.api.schemas import KVLayout
 from workers.engines.admission import Admission
@@ -68,6 +68,7 @@ def _describe(settings: WorkerSettings, folder: Path, model: PreTrainedModel) ->
         vocab_size=model.config.vocab_size,
         eos_ids=_eos_ids(model.generation_config, model.config),
         device=settings.device,
+        tokenizer_digest=tokenizer_digest(folder),
     )
 
 
