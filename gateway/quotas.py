@@ -36,7 +36,9 @@ class Quotas:
             self._connect(settings.url, settings.timeout_ms / 1000, on_op)
 
     def _connect(self, url: str, timeout_s: float, on_op: Callable[[str, str], None]) -> None:
-        from gateway.registry.guard import Guard, pool_of  # and with them redis, which nobody else needs
+        from redis.asyncio import Redis  # which nobody else needs
+
+        from gateway.registry.guard import Guard, pool_of
 
         self._pool = pool_of(url, timeout_s)
         storage = RedisStorage(
@@ -46,7 +48,7 @@ class Quotas:
             connection_pool=self._pool,  # type: ignore[arg-type]
         )
         self._shared = Counted(storage)
-        self._guard = Guard(storage.check, timeout_s=timeout_s, on_op=on_op)
+        self._guard = Guard(Redis.from_pool(self._pool).ping, timeout_s=timeout_s, on_op=on_op)
 
     async def admit(self, tenant: Tenant) -> None:
         """Counts one request. Raises `RateLimited` where the minute's requests or tokens are used up."""
