@@ -1,18 +1,26 @@
 """Conversations to fit and judge mappers on: read from files, split for good by a hash, rendered to tokens.
 
-Three forms are read: JSON lines of `{"messages": [{"role", "content"}]}`, a ShareGPT-style JSON array of
-`{"conversations": [{"from", "value"}]}` (also one that is cut short), and plain text, cut into passages.
+Three forms of file are read: JSON lines of `{"messages": [{"role", "content"}]}`, a ShareGPT-style JSON array of
+`{"conversations": [{"from", "value"}]}` (also one that is cut short), and plain text, cut into passages. A folder, or a
+name that is no file, is a Hugging Face dataset of rows in the same two forms, or of texts; that needs the package
+`datasets`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from mappers.errors import DataUnreadable
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
+SAVED_DATASET, SAVED_PARTS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes beside the data
+ALLOWED = "allowed: JSON lines, ShareGPT JSON, plain text, a dataset's folder or its name on the hub"
 
 Conversation = list[dict[str, str]]
 Split = Literal["heal", "calibrate", "tune", "test"]
@@ -42,11 +50,14 @@ def split_of(conversation: Conversation) -> Split:
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
-    """All usable conversations of a file. Raises `DataUnreadable` if there are none."""
-    text = _read(Path(path))
-    found = list(_conversations(text))
+    """All usable conversations of a file, or of a dataset: a folder, or a name on the hub like `owner/name`, with the
+    part to read behind a colon (`owner/name:test`; by default `train`). Raises `DataUnreadable` if there are none."""
+    if Path(path).is_dir() or _is_hub_name(str(path)):
+        found = list(_rows_read(_dataset(str(path))))
+    else:
+        found = list(_conversations(_read(Path(path))))
     if not found:
-        raise DataUnreadable(f"{path} holds no conversation; allowed: JSON lines, ShareGPT JSON, plain text")
+        raise DataUnreadable(f"{path} holds no conversation; {ALLOWED}")
     return found
 
 
@@ -63,6 +74,40 @@ def render(conversation: Conversation, tokenizer: Any) -> list[int]:
 def documents(conversations: Iterable[Conversation], split: Split, tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of the conversations of one split, lazily, in order."""
     return (render(talk, tokenizer) for talk in conversations if split_of(talk) == split)
+
+
+def _is_hub_name(name: str) -> bool:
+    return not Path(name).exists() and HUB_NAME.fullmatch(name) is not None
+
+
+def _dataset(name: str) -> Iterable[Mapping[str, Any]]:
+    """Rows of a dataset: one that was saved to a folder, a folder of data files, or one of the hub."""
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise DataUnreadable(
+            f"{name} is no file; to read it as a dataset, install the package datasets (pip install datasets)"
+        ) from error
+    folder, _, part = (name, "", "train") if Path(name).is_dir() else name.partition(":")
+    try:
+        if (Path(folder) / SAVED_DATASET).exists() or (Path(folder) / SAVED_PARTS).exists():
+            found = datasets.load_from_disk(folder)
+            rows = found[part] if (Path(folder) / SAVED_PARTS).exists() else found
+        else:
+            rows = datasets.load_dataset(folder, split=part or "train")
+    except (OSError, ValueError, KeyError) as error:
+        told = str(error).splitlines() or [type(error).__name__]
+        raise DataUnreadable(f"no dataset at {name!r}: {told[0]}; {ALLOWED}") from error
+    return rows  # type: ignore[no-any-return]
+
+
+def _rows_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[Conversation]:
+    for row in rows:
+        text = row.get("text")
+        if isinstance(text, str) and text.strip():
+            yield from _passages(text)
+        elif talk := _conversation(row):
+            yield talk
 
 
 def _read(path: Path) -> str:

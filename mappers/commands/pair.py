@@ -35,7 +35,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="MODEL", help="small model: a folder or a hub name")
     parser.add_argument("--target", metavar="MODEL", help="large model: a folder or a hub name")
     parser.add_argument(
-        "--data", metavar="FILE", help="JSON lines of {messages: [...]}, ShareGPT JSON, or plain text"
+        "--data", metavar="DATA", help="JSON lines of {messages: [...]}, ShareGPT JSON, plain text, or a dataset"
     )
     parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,73 @@ def test_a_plain_passage_is_rendered_as_it_stands(tmp_path: Path) -> None:
     add_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert render([{"role": "text", "content": "w5 w6"}], tokenizer) == tokenizer.convert_tokens_to_ids(["w5", "w6"])
+
+
+DATASETS_MODULE = '''
+import json
+import sys
+from pathlib import Path
+
+ROWS = {rows!r}
+
+def load_dataset(name, split):
+    if Path(name).is_dir():
+        assert split == "train"
+        return [json.loads(line) for line in (Path(name) / "data.jsonl").read_text().splitlines()]
+    if name != "someone/talks":
+        raise FileNotFoundError("Dataset '" + name + "' doesn't exist on the Hub")
+    if split != "test":
+        raise ValueError("Unknown split " + split)
+    return ROWS
+
+def load_from_disk(folder):
+    rows = json.loads((Path(folder) / "rows.json").read_text())
+    return {{"train": rows}} if (Path(folder) / "dataset_dict.json").exists() else rows
+'''
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package `datasets` with one dataset on its hub, in place of the real one."""
+    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
+    rows: list[dict[str, object]] = [{"messages": TALK}, {"conversations": turns}]
+    rows += [{"text": "w7 w8"}, {"text": " "}, {"x": 1}]
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "datasets.py").write_text(DATASETS_MODULE.format(rows=rows))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+
+
+def test_a_dataset_of_the_hub_is_read_by_its_name(datasets: None) -> None:
+    talk = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    assert read_conversations("someone/talks:test") == [TALK, talk, [{"role": "text", "content": "w7 w8"}]]
+
+
+@pytest.mark.parametrize("mark", ["state.json", "dataset_dict.json", None])
+def test_a_dataset_in_a_folder_is_read(datasets: None, tmp_path: Path, mark: str | None) -> None:
+    """One that was saved, with its parts or without, and one of data files."""
+    row = {"messages": TALK}
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / ("rows.json" if mark else "data.jsonl")).write_text(json.dumps([row] if mark else row))
+    if mark:
+        (tmp_path / "set" / mark).write_text("{}")
+    assert read_conversations(tmp_path / "set") == [TALK]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("someone/else", "no dataset at 'someone/else': Dataset 'someone/else' doesn't exist on the Hub; allowed:"),
+        ("someone/talks", "no dataset at 'someone/talks': Unknown split train"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_told(datasets: None, name: str, message: str) -> None:
+    with pytest.raises(DataUnreadable, match=message):
+        read_conversations(name)
+
+
+def test_without_the_package_datasets_its_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataUnreadable, match=r"someone/talks is no file; .*\(pip install datasets\)"):
+        read_conversations("someone/talks")
