@@ -77,7 +77,8 @@ class _Frame:
 def _axis(values: Sequence[float]) -> list[float]:
     low, high = min(values), max(values)
     if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = low - 0.5, high + 0.5
+        margin = 0.1 * abs(high) or 1.0  # one value: it stands in the middle
+        low, high = low - margin, high + margin
     return ticks(low, high)
 
 

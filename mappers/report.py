@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,6 +14,7 @@ from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
 from mappers.speed import Speed
 
+HYBRID = "ppl ratio, hybrid"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .8rem; text-align: right }
@@ -115,23 +116,21 @@ def _by_length(judged: Sequence[Judged]) -> str:
         rows = [(at.length, score) for at in each.evaluation.lengths for score in at.arms if score.arm == "hybrid"]
         return [(length, score.ppl_ratio) for length, score in rows]
 
-    return _plotted("By prefix length", judged, found, "tokens of prefix", "ppl ratio, hybrid")
+    return _plotted("By prefix length", {each.name: found(each) for each in judged}, "tokens of prefix", HYBRID)
 
 
 def _by_layer(judged: Sequence[Judged]) -> str:
-    def found(each: Judged) -> list[plot.Point]:
-        return [(layer.layer, layer.mean) for layer in each.evaluation.attention]
-
-    return _plotted("Attention by layer", judged, found, "target layer", "cosine of outputs")
+    """The mean of every bundle; of one alone, its worst head as well."""
+    series = {each.name: [(row.layer, row.mean) for row in each.evaluation.attention] for each in judged}
+    if len(judged) == 1:
+        series["its worst head"] = [(row.layer, row.min) for row in judged[0].evaluation.attention]
+    return _plotted("Attention by layer", series, "target layer", "cosine of outputs")
 
 
 def _by_distance(diagnosis: Sequence[Row]) -> str:
     rows = [row for row in diagnosis if row.by == "distance"]
-    if not rows:
-        return ""
-    places = [(float(row.part.split("-")[0]), row.score.ppl_ratio) for row in rows]
-    drawn = plot.lines({"mapped alone": places}, "tokens before the native tail", "ppl ratio")
-    return f"<h2>By distance</h2>{drawn}"
+    series = {"mapped alone": [(float(row.part.split("-")[0]), row.score.ppl_ratio) for row in rows]}
+    return _plotted("By distance", series, "tokens before the native tail", "ppl ratio")
 
 
 def _by_time(judged: Sequence[Judged]) -> str:
@@ -140,10 +139,7 @@ def _by_time(judged: Sequence[Judged]) -> str:
         score = each.evaluation.arm("hybrid")
         if score and each.speed:
             series[each.name] = [(each.speed.ms_per_1024, score.ppl_ratio)]
-    if not series:
-        return ""
-    drawn = plot.points(series, "ms of map per 1,024 tokens", "ppl ratio, hybrid")
-    return f"<h2>Quality against time</h2>{drawn}"
+    return _plotted("Quality against time", series, "ms of map per 1,024 tokens", HYBRID, plot.points)
 
 
 def _diagnosed(diagnosis: Sequence[Row]) -> str:
@@ -155,11 +151,15 @@ def _diagnosed(diagnosis: Sequence[Row]) -> str:
 
 
 def _plotted(
-    title: str, judged: Sequence[Judged], found: Callable[[Judged], list[plot.Point]], x_name: str, y_name: str
+    title: str,
+    series: Mapping[str, Sequence[plot.Point]],
+    x_name: str,
+    y_name: str,
+    draw: Callable[[Mapping[str, Sequence[plot.Point]], str, str], str] = plot.lines,
 ) -> str:
-    series = {each.name: found(each) for each in judged}
-    series = {name: points for name, points in series.items() if points}
-    return f"<h2>{title}</h2>{plot.lines(series, x_name, y_name)}" if series else ""
+    """A section with a plot, or nothing where nothing was measured."""
+    found = {name: points for name, points in series.items() if points}
+    return f"<h2>{title}</h2>{draw(found, x_name, y_name)}" if found else ""
 
 
 def _figures(score: ArmScore) -> list[str]:

@@ -75,6 +75,7 @@ def test_a_page_holds_everything_and_fetches_nothing(judged: Judged) -> None:
 def test_a_page_leaves_out_what_was_not_measured(twin_mapper: Mapper) -> None:
     bare = EVALUATION.model_copy(update={"attention": (), "greedy": None})
     html = page([Judged("b", twin_mapper, bare)])
+    assert "its worst head" not in html and "its worst head" in page([Judged("b", twin_mapper, EVALUATION)])
     assert html.count("<svg") == 1 and "Attention" not in html and "time" not in html
 
 
