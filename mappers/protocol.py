@@ -15,6 +15,7 @@ from typing import Any
 
 from mappers.errors import MapperError
 from mappers.manifest import DEFAULT_HEAD, DEFAULT_LENGTHS, DEFAULT_SCORED, DEFAULT_TAIL
+from mappers.support import context_of
 
 NUM_DOCUMENTS, NUM_CONTROLS = 50, 10
 
@@ -47,7 +48,7 @@ class Protocol:
         """Raise `MapperError` if one of the models can't read as far as the protocol goes."""
         needed = max(self.lengths) + max(self.scored, self.greedy)
         for model in models:
-            context = model.config.max_position_embeddings
+            context = context_of(model.config)
             if needed > context:
                 raise MapperError(
                     f"{needed} tokens are more than the {context} that {model.config.model_type} can read"

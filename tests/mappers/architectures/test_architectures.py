@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mappers import KVCache, fit
-from mappers.errors import PositionOutOfRange
+from mappers import KVCache, MapperError, PositionOutOfRange, Protocol, fit
 from mappers.models import context_of, geometry_of, log_probs, read, run
 from mappers.rope import Rope
 from tests.mappers.architectures.zoo import (
@@ -139,6 +138,8 @@ def test_beyond_a_change_of_factors_nothing_is_read() -> None:
     assert read(model, [1] * limit).num_tokens == limit
     with pytest.raises(PositionOutOfRange, match=f"position {limit}: the RoPE of this phi3 changes"):
         read(model, [1], read(model, [1] * limit))
+    with pytest.raises(MapperError, match=f"{limit + 20} tokens are more than the {limit} that phi3 can read"):
+        Protocol(lengths=(limit + 4,), scored=16, tail=8).check_context(model)
 
 
 PAIRS = {
