@@ -23,7 +23,7 @@ from mappers.exact import CopyFinder, Target
 from mappers.hidden import check_projections, listened, projections
 from mappers.manifest import KINDS, Kind
 from mappers.methods import Layout
-from mappers.models import geometry_of, read
+from mappers.models import context_of, geometry_of, read
 from mappers.rope import Rope
 from mappers.stats import Moments
 from mappers.weighting import EFFECTIVE_SHARE, Received, Weighting, shrunk
@@ -139,7 +139,8 @@ def collect(
     What a `checkpoint` holds is not read again. Raises `CheckpointMismatch` if it holds other documents.
     """
     # 1. Where an earlier run was stopped.
-    stream = _Stream(documents, reading.head)
+    longest = min(MAX_DOCUMENT_TOKENS, *(context_of(model.config) for model in models))
+    stream = _Stream(documents, reading.head, longest)
     collector = _Collector(models, ropes, reading)
     saved = checkpoint.load() if checkpoint else None
     if saved:
@@ -181,10 +182,10 @@ def planned_bytes(source: KVGeometry, target: KVGeometry, reading: Reading, hidd
 
 
 class _Stream:
-    """The usable documents, one after another."""
+    """The usable documents, one after another, cut to `longest` tokens."""
 
-    def __init__(self, documents: Iterable[Sequence[int]], head: int):
-        self._rest: Iterator[list[int]] = (list(ids[:MAX_DOCUMENT_TOKENS]) for ids in documents if len(ids) > head + 1)
+    def __init__(self, documents: Iterable[Sequence[int]], head: int, longest: int):
+        self._rest: Iterator[list[int]] = (list(ids[:longest]) for ids in documents if len(ids) > head + 1)
         self._digest = hashlib.sha256()
         self._num_read = 0
         self.sample: list[list[int]] = []
