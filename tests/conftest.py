@@ -19,6 +19,7 @@ INSTALL_LINES = {
     "redis-server": "apt-get install redis-server   (or: brew install redis)",
     "promtool": "apt-get install prometheus   (or: brew install prometheus)",
     "prometheus": "apt-get install prometheus   (or: brew install prometheus)",
+    "unshare": "apt-get install util-linux   (Linux only)",
 }
 
 _missing = pytest.StashKey[dict[str, str]]()

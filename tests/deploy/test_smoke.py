@@ -1,0 +1,42 @@
+"""What deploy/smoke.sh stands on: a world in which the compose file's paths and names are there, and this machine's as
+they were. The whole of it takes two models' start; run it by hand: deploy/smoke.sh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+from deploy.composed import REPOSITORY
+
+LOOK = """
+import os, socket, subprocess
+from pathlib import Path
+from deploy import composed, smoke
+before = set(os.listdir("/etc"))
+stack = composed.load(smoke.prepare())
+smoke.lay_out(stack)
+assert {"kvrelay", "prometheus", "redis", "hosts"} <= set(os.listdir("/etc")) and before <= set(os.listdir("/etc"))
+assert socket.gethostbyname("worker-small") == "127.0.0.1"
+assert Path("/run/secrets/cluster-secret").stat().st_mode & 0o777 == 0o600
+assert "small-0" in Path("/etc/kvrelay/kvrelay.yaml").read_text()
+shm = os.statvfs("/dev/shm")
+assert os.listdir("/dev/shm") == [] and shm.f_blocks * shm.f_frsize == 1280 * 2**20
+assert Path("/prometheus").is_dir() and "scrape_interval: 1s" in Path("/etc/prometheus/prometheus.yml").read_text()
+with socket.create_server(("gateway", 8000)) as gateway:
+    healthy = ["python", "/opt/deploy/healthy", "http://gateway:9/readyz"]
+    assert subprocess.run(healthy, env={"PATH": smoke.BIN}).returncode == 1
+print("as the containers see it")
+"""
+
+
+def test_the_world_of_the_smoke_test(require_tool: Callable[[str], str]) -> None:
+    shown = sorted(os.listdir("/etc"))
+    options = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    as_root = [] if os.getuid() == 0 else ["--map-root-user"]
+    command = [require_tool("unshare"), *as_root, *options, sys.executable, "-c", LOOK]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("as the containers see it\n")
+    assert sorted(os.listdir("/etc")) == shown, "nothing of this machine is touched"
