@@ -81,7 +81,7 @@ class Read:
 class Cascade:
     """One request. `chunks()` runs once, in one task; closing it hangs up on whatever worker is at it.
 
-    Raises `InvalidRequest` or `ModelNotFound` when made, for a request that cannot be routed.
+    Raises `InvalidRequest`, `ModelNotFound` or `PermissionDenied` when made, for a request that cannot be routed.
     """
 
     def __init__(self, parts: Parts, turn: Turn):
