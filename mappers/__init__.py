@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mappers.bundle import load, load_manifest, save
     from mappers.cache import KVCache, KVGeometry
+    from mappers.compose import compose
     from mappers.errors import (
         BundleCorrupt,
         CalibrationTooSmall,
+        CheckpointMismatch,
         DataUnreadable,
         FingerprintMismatch,
         GeometryMismatch,
@@ -38,6 +40,7 @@ __all__ = [
     "ArmScore",
     "BundleCorrupt",
     "CalibrationTooSmall",
+    "CheckpointMismatch",
     "DataUnreadable",
     "Evaluation",
     "FingerprintMismatch",
@@ -55,6 +58,7 @@ __all__ = [
     "UnknownFamily",
     "UnknownMethod",
     "UnsupportedModel",
+    "compose",
     "content_digest",
     "evaluate",
     "evaluate_all",
@@ -76,6 +80,7 @@ _HOMES = {
     "Manifest": "manifest",
     "Mapper": "mapper",
     "Protocol": "protocol",
+    "compose": "compose",
     "content_digest": "fingerprint",
     "evaluate": "evaluate",
     "evaluate_all": "evaluate",
