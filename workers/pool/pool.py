@@ -208,6 +208,12 @@ class Pool(PoolMemory):
                 raise CacheNotFound(f"no cache {cache_id} in epoch {self.epoch}", param="cache_id")
             return self._entries[cache_id]
 
+    def stands(self, entry: CacheEntry) -> bool:
+        """Whether this very cache is still here: neither dropped, evicted, expired, nor superseded."""
+        with self._changed:
+            self._expire(self._clock())
+            return entry.cache_id in self._entries
+
     def drop(self, cache_id: str, salt: str) -> None:
         """Forget a cache. Its blocks come free when nobody else uses them."""
         with self._changed:
@@ -218,12 +224,15 @@ class Pool(PoolMemory):
         with self._changed:
             return [entry for entry in self._entries.values() if not entry.is_exact]
 
-    def supersede(self, exact: CacheEntry) -> int:
+    def supersede(self, exact: CacheEntry, *, tip: CacheEntry | None = None) -> int:
         """Have `exact` take the place, in one go, of every mapped cache of its tenant whose tokens are the beginning of
         its own; how many there were. Whoever names one of them gets `exact`, as long as that stands. Blocks that a
-        request or a lease still uses stay until it ends."""
+        request or a lease still uses stay until it ends. Given the `tip` of which `exact` was made, it takes no place
+        once that is gone."""
         with self._changed:
             if not exact.is_exact or exact.cache_id not in self._entries:
+                return 0
+            if tip is not None and not self.stands(tip):
                 return 0
             chain = [entry for entry in self.mapped() if _is_beginning(entry, exact)]
             for entry in chain:

@@ -32,12 +32,17 @@ async def page_out(
 
     Raises `Overloaded` or `InvalidRequest` if the pool has no room.
     """
-    store = partial(
-        pool.store,
+    return await engine.compute.run(
+        partial(store, pool, sequence, reuse, salt=salt, ttl_s=ttl_s), priority=claim.priority
+    )
+
+
+def store(pool: Pool, sequence: TokenSequence, reuse: Reuse, *, salt: str, ttl_s: float) -> CacheEntry:
+    """The step of `page_out`. Runs on the compute thread."""
+    return pool.store(
         tuple(sequence.token_ids),
         sequence.kv(reuse.num_tokens, sequence.num_tokens),
         salt,
         ttl_s=ttl_s,
         prefix=reuse.hold if reuse.num_tokens else None,
     )
-    return await engine.compute.run(store, priority=claim.priority)

@@ -5,7 +5,8 @@
     exact       |◄─────────────────────────────────────────────►|    whoever names a cache of the chain gets this one
 
 Requests that already use the old blocks keep them until they end. It never evicts anything, and takes no place among
-the running requests.
+the running requests. It ends with its cache: what is deleted or expires meanwhile is read no further and leaves nothing
+behind, and the exact cache lives no longer than the mapped one would have. So it does when real work leaves it no time.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import structlog
 
-from workers.api.errors import KvrelayError, PoolFull
+from workers.api.errors import CacheNotFound, KvrelayError, Overloaded, PoolFull
 from workers.api.schemas import KVTransferParams
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
@@ -26,13 +29,16 @@ from workers.metrics import WorkerMetrics
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.serving.paging import load_reused, page_out
+from workers.serving.paging import load_reused, store
 from workers.serving.reuse import Reuse, reuse_of
 
 log = structlog.get_logger()
 
+R = TypeVar("R")
+
 STEP_TOKENS = 64  # what real work waits for at most
 MIN_LIFE_S = 5.0  # a cache that ends sooner is not worth it
+PATIENCE_S = 60.0  # what it holds is pinned while it waits for idle time: the longest wait for one step
 MAX_COUNTED = 1024
 
 
@@ -73,12 +79,15 @@ class Uses:
 class Upgrader:
     """Upgrades the caches of one pool, one at a time, when the engine has been idle for `idle_s`."""
 
-    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, idle_s: float):
+    def __init__(
+        self, engine: Engine, pool: Pool, metrics: WorkerMetrics, idle_s: float, *, patience_s: float = PATIENCE_S
+    ):
         self.uses = Uses()
         self._engine = engine
         self._pool = pool
         self._metrics = metrics
         self._idle_s = idle_s
+        self._patience_s = patience_s
 
     async def run(self) -> None:
         """For ever. What fails is counted and logged."""
@@ -106,40 +115,62 @@ class Upgrader:
         if tip is None:
             return False
         self.uses.counts.pop(tip.cache_id)  # if it fails, it is tried again when it was used again
-        exact = await self._read(tip)
-        num_replaced = self._pool.supersede(exact)
+        num_replaced = await self._upgrade(tip)
         self._metrics.upgrades.labels("ok").inc()
-        log.info("upgraded", cache=exact.cache_id, num_tokens=exact.num_tokens, num_replaced=num_replaced)
+        log.info("upgraded", cache=tip.cache_id, num_tokens=tip.num_tokens, num_replaced=num_replaced)
         return True
 
-    async def _read(self, tip: CacheEntry) -> CacheEntry:
-        """The tip's tokens, read natively from the longest exact prefix on."""
+    async def _upgrade(self, tip: CacheEntry) -> int:
+        """Read the tip's tokens natively, from the longest exact prefix on, and put the result in its place."""
         claim, token_ids = Claim(priority=BACKGROUND), tip.token_ids
         with reuse_of(self._pool, token_ids, tip.tenant_salt, KVTransferParams()) as reuse:
             async with self._engine.sequence(claim, len(token_ids)) as sequence:
-                await load_reused(self._pool, sequence, token_ids, reuse)
-                await self._read_rest(sequence, token_ids, reuse)
-                self._check_room(tip)
-                life_s = max(MIN_LIFE_S, tip.expires_at - time.time())
-                return await page_out(
-                    self._engine, self._pool, claim, sequence, reuse, salt=tip.tenant_salt, ttl_s=life_s
-                )
+                await self._step(tip, partial(load_reused, self._pool, sequence, token_ids, reuse))
+                for begin in range(reuse.num_tokens, len(token_ids), STEP_TOKENS):
+                    await self._step(tip, partial(sequence.read, token_ids[begin : begin + STEP_TOKENS]))
+                put = partial(self._put_in_place, tip, sequence, reuse)
+                return await self._step(tip, partial(self._engine.compute.run, put, priority=claim.priority))
 
-    async def _read_rest(self, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
-        for begin in range(reuse.num_tokens, len(token_ids), STEP_TOKENS):
-            await self._until_idle()
-            await sequence.read(token_ids[begin : begin + STEP_TOKENS])
+    async def _step(self, tip: CacheEntry, work: Callable[[], Awaitable[R]]) -> R:
+        """One step, in idle time, if the tip still stands then. Raises `CacheNotFound`, `Overloaded`."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._until_idle(partial(self._check_stands, tip))
+                return await work()
+        except TimeoutError as error:
+            raise Overloaded(f"no idle time for {self._patience_s:g} s while {tip.cache_id} was read again") from error
+
+    def _put_in_place(self, tip: CacheEntry, sequence: TokenSequence, reuse: Reuse) -> int:
+        """How many caches were replaced. Runs on the compute thread, whole: nothing is stored that replaces nothing."""
+        self._check_room(tip)
+        exact = store(self._pool, sequence, reuse, salt=tip.tenant_salt, ttl_s=tip.expires_at - time.time())
+        num_replaced = self._pool.supersede(exact, tip=tip)
+        if not num_replaced:
+            self._pool.drop(exact.cache_id, tip.tenant_salt)
+            raise _gone(tip)
+        return num_replaced
+
+    def _check_stands(self, tip: CacheEntry) -> None:
+        if not self._pool.stands(tip):
+            raise _gone(tip)
 
     def _check_room(self, tip: CacheEntry) -> None:
         """The room was there when it began; others may have taken it, and nothing is evicted for this."""
         if blocks_for(tip.num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
             raise PoolFull(f"no room for {tip.num_tokens} tokens that were read again")
 
-    async def _until_idle(self) -> None:
-        while not self._is_idle():  # noqa: ASYNC110 - what ends idleness are many things, none of which sets an event
+    async def _until_idle(self, check: Callable[[], None] = lambda: None) -> None:
+        """`check` runs whenever it looks, last of all when it is idle."""
+        check()
+        while not self._is_idle():
             await asyncio.sleep(min(0.1, self._idle_s))
+            check()
 
     def _is_idle(self) -> bool:
         admission = self._engine.admission
         quiet_s = time.monotonic() - self._engine.compute.busy_at
         return not (admission.num_running or admission.num_waiting) and quiet_s >= self._idle_s
+
+
+def _gone(tip: CacheEntry) -> CacheNotFound:
+    return CacheNotFound(f"{tip.cache_id} was deleted, replaced, or expired while it was read again")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
 from tests.workers.server.support import QUESTION, SALT, TALK, Served, content, serving, transfer_request, until
+from workers.api.errors import CacheNotFound, Overloaded
 from workers.api.schemas import Message, PrefillRequest
 from workers.engines.compute import BACKGROUND, Compute
 from workers.pool.entries import CacheEntry, Span
-from workers.serving.upgrade import MIN_LIFE_S, Upgrader, Uses, choose_hot
+from workers.serving.upgrade import MIN_LIFE_S, STEP_TOKENS, Upgrader, Uses, choose_hot
 
 IDLE_S = 0.05
 NUM = 12
@@ -72,6 +76,17 @@ class Watched(Compute):
         return super().submit(step, priority=priority)
 
 
+def watched_upgrader(
+    large: Served, on_background: Callable[[int], None] = lambda num_steps: None, **changes: Any
+) -> tuple[Upgrader, Watched]:
+    engine = large.worker.engine
+    engine.compute.close()
+    engine.compute = watched = Watched(on_background)
+    upgrader = Upgrader(engine, large.worker.pool, large.worker.metrics, IDLE_S, **changes)
+    upgrader.uses = large.worker.upgrader.uses
+    return upgrader, watched
+
+
 @pytest.fixture
 async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[Served, Served]]:
     async with (
@@ -81,12 +96,12 @@ async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[
         yield small, large
 
 
-async def mapped_answer(pair: tuple[Served, Served]) -> dict[str, Any]:
+async def mapped_answer(pair: tuple[Served, Served], **changes: Any) -> dict[str, Any]:
     small, large = pair
     ids = small.prompt()
     read = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
     moved = await large.client.transfer(transfer_request(read.cache_id, num_tokens=len(ids) - 16), timeout_s=60)
-    reply = await large.chat(cache_id=moved.cache_id, max_tokens=NUM)
+    reply = await large.chat(cache_id=moved.cache_id, max_tokens=NUM, **changes)
     assert reply["kv_transfer_params"]["path"] == "mapped"
     return reply
 
@@ -96,11 +111,8 @@ async def test_in_idle_time_the_exact_cache_takes_the_mapped_ones_place(
 ) -> None:
     _, large = pair
     first = await mapped_answer(pair)
-    upgrader = Upgrader(large.worker.engine, large.worker.pool, large.worker.metrics, IDLE_S)
-    upgrader.uses = large.worker.upgrader.uses
-    running = asyncio.create_task(upgrader.run())
-    await until(lambda: not large.worker.pool.mapped())
-    running.cancel()
+    upgrader, _ = watched_upgrader(large)
+    assert await upgrader.upgrade_one() and not large.worker.pool.mapped()
     talk = [*TALK, Message(role="assistant", content=content(first)), QUESTION]
     old_id = first["kv_transfer_params"]["cache_id"]
     second = await large.chat(talk, cache_id=old_id, require_exact=True, max_tokens=NUM)
@@ -128,10 +140,7 @@ async def test_it_yields_to_real_work_between_two_steps(pair: tuple[Served, Serv
         if num_steps == 1:
             working.append(asyncio.create_task(work()))
 
-    engine.compute.close()
-    engine.compute = watched = Watched(begin)
-    upgrader = Upgrader(engine, large.worker.pool, large.worker.metrics, IDLE_S)
-    upgrader.uses = large.worker.upgrader.uses
+    upgrader, watched = watched_upgrader(large, begin)
     running = asyncio.create_task(upgrader.run())
     await until(lambda: bool(working))
     await asyncio.sleep(10 * IDLE_S)
@@ -140,6 +149,76 @@ async def test_it_yields_to_real_work_between_two_steps(pair: tuple[Served, Serv
     await until(lambda: not large.worker.pool.mapped())
     running.cancel()
     assert watched.num_background > 2
+
+
+@pytest.mark.parametrize("ending", ["deleted", "expired"])
+@pytest.mark.parametrize("at_last_step", [False, True])
+async def test_it_ends_with_its_cache(pair: tuple[Served, Served], ending: str, at_last_step: bool) -> None:
+    _, large = pair
+    pool = large.worker.pool
+    await mapped_answer(pair)
+    tip = max(pool.mapped(), key=lambda entry: entry.num_tokens)
+    num_reads = -(-tip.num_tokens // STEP_TOKENS)
+    ends_at = num_reads + 1 if at_last_step else 2
+
+    def end(num_steps: int) -> None:
+        if num_steps == ends_at and ending == "deleted":
+            pool.drop(tip.cache_id, SALT)
+        elif num_steps == ends_at:
+            pool.sweep(now=tip.expires_at)
+
+    upgrader, watched = watched_upgrader(large, end)
+    with pytest.raises(CacheNotFound, match=f"{tip.cache_id} was deleted, replaced, or expired"):
+        await upgrader.upgrade_one()
+    assert watched.num_background == ends_at  # the step that had begun, and no other
+    assert all(not entry.is_exact and entry is not tip for entry in pool.mapped())
+    assert pool.stats.num_indexed == 0 and not pool.match_prefix(tip.token_ids, SALT).blocks
+    assert pool.stats.used_blocks == sum(len(entry.blocks) for entry in pool.mapped())
+
+
+async def test_the_exact_cache_lives_no_longer_than_the_mapped_one_would_have(pair: tuple[Served, Served]) -> None:
+    _, large = pair
+    pool = large.worker.pool
+    usage = (await mapped_answer(pair, ttl_s=MIN_LIFE_S + 1.0))["kv_transfer_params"]
+    working: list[asyncio.Task[None]] = []
+
+    async def work() -> None:
+        async with large.worker.engine.admit():
+            await asyncio.sleep(usage["expires_at"] - time.time() - MIN_LIFE_S + 0.5)
+
+    def begin(num_steps: int) -> None:
+        if num_steps == 1:
+            working.append(asyncio.create_task(work()))
+
+    upgrader, _ = watched_upgrader(large, begin)
+    assert await upgrader.upgrade_one()
+    exact = pool.peek(usage["cache_id"])
+    assert exact.is_exact and exact.expires_at == pytest.approx(usage["expires_at"], abs=0.1)
+
+
+@pytest.mark.parametrize("busy", ["requests", "compute"])
+async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, Served], busy: str) -> None:
+    """Requests run and run; or a step of its own is queued, and others always come first."""
+    _, large = pair
+    pool, engine = large.worker.pool, large.worker.engine
+    await mapped_answer(pair)
+    num_used, release, working = pool.stats.used_blocks, threading.Event(), ExitStack()
+
+    def begin(num_steps: int) -> None:
+        if num_steps == 2 and busy == "compute":
+            watched.submit(release.wait)
+        elif num_steps == 2:
+            engine.admission.num_running += 1
+            working.callback(lambda: setattr(engine.admission, "num_running", 0))
+
+    upgrader, watched = watched_upgrader(large, begin, patience_s=0.3)
+    with working:
+        async with asyncio.timeout(5):
+            with pytest.raises(Overloaded, match="no idle time for 0.3 s while kvc-.* was read again"):
+                await upgrader.upgrade_one()
+        release.set()
+    assert watched.num_background == 2 and len(pool.mapped()) == 2
+    assert pool.stats.used_blocks == num_used and pool.stats.num_indexed == 0
 
 
 @pytest.mark.parametrize("idle_s", [None, IDLE_S])
