@@ -4,21 +4,19 @@
     large              |───── transfer ─────|─ answers
                        likely           verdict: what is left of the transfer is all that is waited for
 
-Started on a guess, it is let go where the guess was wrong: the transfer is cancelled, and a cache that stands already
-is dropped.
+Started on a guess, it is let go where the guess was wrong: the transfer is cancelled. A cache that stands already is
+left to expire: equal transfers are one, so that another request may be answering from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.metrics import Metrics
 from gateway.worker import Worker
-from workers.api.errors import KvrelayError
 from workers.api.schemas import TransferReply
 
 
@@ -54,7 +52,5 @@ class EarlyHandoff:
         if self._is_used:
             return
         self._metrics.early_handoffs.labels("dropped").inc()
-        if not self._task.cancelled() and self._task.exception() is None:
-            handed = self._task.result()
-            with suppress(KvrelayError):  # it expires anyway
-                await handed.worker.client.drop(handed.reply.cache_id)
+        if not self._task.cancelled():
+            self._task.exception()  # looked at, so that the failure of a wrong guess is not reported as forgotten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import Any
@@ -15,7 +16,6 @@ from tests.gateway.test_streaming import chunks, joined, streamed
 from workers.api.errors import TransferFailed
 
 POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 6, "speculate_after": 2}
-TRANSFER_S = 1.2
 
 
 def tokens(*logprobs: float) -> list[Token]:
@@ -59,14 +59,20 @@ def test_nothing_is_certain_of_an_answer_that_is_judged_whole() -> None:
 @pytest.mark.parametrize("speculate_after", [2, None])
 async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) -> None:
     async with live_stack(policy=POLICY | {"speculate_after": speculate_after}, deadlines={"request_s": 60.0}) as stack:
-        stack.small.logprob, stack.small.token_s = -0.7, 0.35  # likely after two tokens, certain after five
-        stack.large.delay("transfer", TRANSFER_S)
-        kvrelay = told(reply := await stack.chat())
+        stack.small.logprob, stack.small.token_s = -0.7, 0.2  # likely after two tokens, certain after five
+        stack.small.stall("cached_chat", after=3)
+        asking = asyncio.create_task(stack.chat())
+        if speculate_after:
+            await eventually(lambda: bool(stack.large.made("transfer")), within_s=20)
+        else:
+            await eventually(lambda: bool(stack.small.made("cached_chat")), within_s=20)
+            await asyncio.sleep(1.0)
+            assert not stack.large.made("transfer"), "nobody has given the small model up yet"
+        stack.small.heal()  # it writes on
+        kvrelay = told(reply := await asking)
         assert text(reply) == right_answer(stack.large, MESSAGES)
         assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
-        waited_s = kvrelay["handoff_ttft_ms"] / 1000
-        assert waited_s < TRANSFER_S if speculate_after else waited_s >= TRANSFER_S
-        assert kvrelay["transfer_ms"] >= TRANSFER_S * 1000
+        assert len(stack.large.made("transfer")) == 1
         await eventually(lambda: stack.small.num_hang_ups == 1)
         assert stack.metric("early_handoffs_total", result="used") == (1 if speculate_after else 0)
 
@@ -91,7 +97,8 @@ async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
         assert told(reply)["transfer_ms"] is None and told(reply)["early_handoff"] is False
         await eventually(lambda: stack.metric("early_handoffs_total", result="dropped") == 1)
         assert len(stack.large.made("transfer")) == 1
-        assert not stack.large.caches, "nothing of it is kept"
+        assert not stack.large.made("drop"), "another request may be answering from the same cache"
+        assert not (transfer_s and stack.large.caches), "it was cancelled"
         assert stack.metric("num_requests_running", tier="large") == 0
 
 

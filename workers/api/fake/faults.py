@@ -52,7 +52,7 @@ class Faulty:
         self._faults[call] = Fault(garbage=True, times=times)
 
     def stall(self, call: str, *, after: int) -> None:
-        """Answers of this kind (`chat`, `cached_chat`) stop after so many words, and stay open."""
+        """Answers of this kind (`chat`, `cached_chat`) stop after so many words, and stay open until it heals."""
         self.stalls[call] = after
 
     def heal(self) -> None:
