@@ -123,8 +123,9 @@ class Worker:
             with self._counted(), self.transfers.attempt():
                 reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
-        if reply.num_tokens >= MIN_MEASURED_TOKENS and reply.total_ms > 0:
-            self._map_rate = _ewma(self._map_rate, reply.num_tokens / reply.total_ms * 1000)
+        num_mapped = reply.num_tokens - reply.reused_tokens
+        if num_mapped >= MIN_MEASURED_TOKENS and reply.total_ms > 0:
+            self._map_rate = _ewma(self._map_rate, num_mapped / reply.total_ms * 1000)
         return reply
 
     async def open_answer(

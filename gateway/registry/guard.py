@@ -104,7 +104,7 @@ class Guard:
         attempt = self._breaker.attempt()
         try:
             await self._ping()
-        except (RedisError, OSError) as error:
+        except Exception as error:  # whatever it is: a probe that ends would leave the circuit open for ever
             attempt.end(error)
         else:
             attempt.end(None)

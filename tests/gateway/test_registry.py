@@ -12,10 +12,11 @@ import redis.asyncio
 
 from gateway import registry
 from gateway.registry import Entry, Registry
+from gateway.registry.guard import Guard
 from gateway.registry.redis import PREFIX, RedisRegistry
 from gateway.settings import RegistrySettings
 from tests.gateway.redis_process import RedisProcess, redis_process
-from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, eventually, in_process, right_answer, text, told
 
 Ops = list[tuple[str, str]]
 
@@ -209,3 +210,24 @@ async def eventually_found(store: Registry, key: str, expected: Entry) -> None:
 
     await asyncio.wait_for(look(), 8)
 
+
+
+async def test_a_probe_that_fails_with_anything_tries_again() -> None:
+    """A client library may raise what it never said it would."""
+    failures: list[Exception] = [RuntimeError("no running loop"), ValueError("not a reply")]
+
+    async def ping() -> None:
+        if failures:
+            raise failures.pop()
+
+    async def fail() -> None:
+        raise ConnectionError("gone")
+
+    async def work() -> str:
+        return "done"
+
+    guard = Guard(ping, timeout_s=5.0, on_op=lambda op, result: None)
+    assert await guard.bounded("get", fail) is None
+    await eventually(lambda: guard._is_closed, within_s=20)
+    assert await guard.bounded("get", work) == "done"
+    await guard.aclose()

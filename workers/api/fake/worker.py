@@ -83,6 +83,7 @@ class FakeWorker(Faulty):
     max_model_len: int = 100_000
     cut_after: int | None = None  # words, after which a stream ends without [DONE]
     break_after: int | None = None  # words, after which a stream ends with an error frame
+    reused_tokens: int = 0  # of what it maps, so many stood mapped here already
     tells_early: bool = True  # what it reused stands in the first chunk too
 
     def __post_init__(self) -> None:
@@ -194,6 +195,7 @@ class FakeWorker(Faulty):
             copy_ms=1.0,
             total_ms=3.0,
             bytes=mapped * BYTES_PER_TOKEN,
+            reused_tokens=min(self.reused_tokens, num_tokens),
             **self.stored.told(cache),
         )
         return reply.model_dump()
