@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if asked.die_with_parent:
             server.die_with_parent()
-        settings = _settings(asked)
         source = Source(asked.config, partial(_settings, asked))
+        settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         listener = server.bind(settings)
     except SettingsError as error:

@@ -64,12 +64,13 @@ class Fleet:
         self._secret = secret
         self._metrics = metrics
         self._transports = transports
-        self._before = before
+        self._before = before  # while this one is built
         self._keeps = before is not None and all(
             getattr(before._settings, name) == getattr(settings, name) for name in BOUNDS
         )
         self.gates = {tier.name: self._gate(tier.name) for tier in settings.tiers}
         self.tiers = {tier.name: self._tier(tier) for tier in settings.tiers}
+        self._before = None  # else every fleet there ever was would live on
 
     @property
     def names(self) -> list[str]:
@@ -111,6 +112,12 @@ class Fleet:
     async def look_at_new(self) -> None:
         """Looks at those that nobody has looked at yet."""
         await asyncio.gather(*(worker.look() for worker in self.workers if worker.info is None))
+
+    def show_circuits(self) -> None:
+        """Every worker's, as they are now."""
+        for worker in self.workers:
+            for circuit in (worker.breaker, worker.transfers):
+                self._metrics.circuit_state.labels(circuit.target).set(circuit.state)
 
     async def aclose(self, but: Fleet | None = None) -> None:
         """Closes every worker's client, but for those that another fleet has too."""
@@ -186,5 +193,4 @@ class Fleet:
         log.info("worker_restarted", worker=worker_id)
 
     def _breaker(self, target: str) -> Breaker:
-        self._metrics.circuit_state.labels(target).set(0)
         return Breaker(target, self._settings.breaker, on_transition=self._metrics.circuit_changed)

@@ -1,7 +1,7 @@
 """When the configuration is read anew: its file changed, or the process got a SIGHUP.
 
 The folder is watched, not the file: editors and ConfigMaps put another file in its place. What counts is whether the
-content differs, so that a change beside it is none.
+content differs from what was read last, so that a change beside it is none, and one during the start is not missed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
 
 DEBOUNCE_MS = 200  # a file that is written in pieces is read once
+LOOK_MS = 2000  # so often the file is looked at in any case: not every change is told
+REWATCH_S = 2.0  # after a watch that failed
 CONFIG_MAP = "..data"  # the link that Kubernetes swaps beside the files of a mounted ConfigMap
 
 log = structlog.get_logger()
@@ -28,11 +30,22 @@ log = structlog.get_logger()
 
 @dataclass
 class Source:
-    """The file, and how settings are made of it; `asked` is set to read it whether or not it changed."""
+    """The file, and how settings are made of it; `asked` is set to read it whether or not it changed. Made before the
+    settings are read for the first time."""
 
     path: Path
-    read: Callable[[], Settings]
+    make: Callable[[], Settings]
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: str | None = None  # the digest of what was read last, or of something older
+
+    def read(self) -> Settings:
+        """Raises `SettingsError`. A change while it is read is seen as one later."""
+        self.seen = self.digest()
+        return self.make()
+
+    @property
+    def has_changed(self) -> bool:
+        return self.digest() not in (None, self.seen)
 
     def digest(self) -> str | None:
         try:
@@ -69,15 +82,30 @@ async def reload(gateway: Gateway, source: Source) -> None:
 
 
 async def _changes(gateway: Gateway, source: Source) -> None:
-    before, names = source.digest(), (source.path.name, CONFIG_MAP)
+    while True:
+        try:
+            await _watch(gateway, source)
+        except Exception as error:  # no watch left for this user, or no such folder (any more)
+            gateway.metrics.config_reload.labels("failed").inc()
+            log.error("config_watch_failed", error=repr(error), generation=gateway.current.generation)
+        await asyncio.sleep(REWATCH_S)
+
+
+async def _watch(gateway: Gateway, source: Source) -> None:
+    names = (source.path.name, CONFIG_MAP)
 
     def concerns(change: Change, path: str) -> bool:
         return Path(path).name in names  # and not a log that is written in the same folder
 
-    async for _ in awatch(source.path.parent, watch_filter=concerns, debounce=DEBOUNCE_MS, recursive=False):
-        now = source.digest()
-        if now is not None and now != before:
-            before = now
+    async for _ in awatch(
+        source.path.parent,
+        watch_filter=concerns,
+        debounce=DEBOUNCE_MS,
+        rust_timeout=LOOK_MS,
+        yield_on_timeout=True,
+        recursive=False,
+    ):
+        if source.has_changed:
             await reload(gateway, source)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 
@@ -72,6 +72,7 @@ class Gateway:
         self._retiring: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()
         self.current = self._built(settings, None)
+        self.parts.fleet.show_circuits()
         self.metrics.config_generation.set(1)
 
     @property
@@ -105,15 +106,20 @@ class Gateway:
                 if getattr(settings, name) != getattr(before.settings, name):
                     raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
             after = self._built(settings, before)
-            await after.parts.fleet.look_at_new()
+            try:
+                await after.parts.fleet.look_at_new()
+            except BaseException:
+                await _closed(after, before)
+                raise
             self.current = after
+            after.parts.fleet.show_circuits()
             self.metrics.config_generation.set(after.generation)
             self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
             await _ended(watch)
             self._retire(before, after)
 
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
-        old = before.parts if before else None
+        tenants, old = Tenants(settings, self._secret), before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
         if old is not None and settings.registry == old.settings.registry:
             prefixes, quotas = old.prefixes, old.quotas
@@ -125,7 +131,7 @@ class Gateway:
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
         parts = Parts(settings, fleet, prefixes, self.metrics, shares, quotas)
-        return Snapshot(before.generation + 1 if before else 1, settings, parts, Tenants(settings, self._secret))
+        return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:
         earlier = [task for task in self._retiring if not task.done()]
@@ -136,16 +142,21 @@ class Gateway:
         if earlier:
             await asyncio.wait(earlier)
         await before.unheld()
-        if after.parts.prefixes is not before.parts.prefixes:
-            await before.parts.prefixes.aclose()
-            await before.parts.quotas.aclose()
-        await before.parts.fleet.aclose(but=after.parts.fleet)
-        for worker_id in {worker.id for worker in before.parts.fleet.workers} - set(after.settings.workers):
+        await _closed(before, after)
+        for worker_id in set(before.settings.workers) - set(self.current.settings.workers):
             self.metrics.forget_worker(worker_id)
 
 
+async def _closed(one: Snapshot, but: Snapshot) -> None:
+    """Closes what only the one has, and the other has not."""
+    if one.parts.prefixes is not but.parts.prefixes:
+        await one.parts.prefixes.aclose()
+        await one.parts.quotas.aclose()
+    await one.parts.fleet.aclose(but=but.parts.fleet)
+
+
 async def _ended(task: asyncio.Task[None] | None) -> None:
+    """Whoever waits for that can be cancelled meanwhile."""
     if task is not None:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import pytest
 import yaml
 
 from gateway.errors import SettingsError
-from gateway.reload import Source, reload
+from gateway.reload import Source, following, reload
 from gateway.settings import from_values
 from gateway.snapshot import Gateway
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
 from tests.gateway.test_process import configured, gateway, workers
+from workers.api.fake import FAKE_SECRET
 
 SMALL, LARGE = ({"name": "fixed", "tier": tier} for tier in ("small", "large"))
 
@@ -101,6 +104,93 @@ async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, erro
     result = "rejected" if isinstance(error, SettingsError) else "failed"
     assert stack.metric("config_reload_total", result=result) == 1
     assert stack.metric("config_generation") == 1
+
+
+ONLY_LARGE = {"tiers": values()["tiers"][1:], "workers": {"large-0": values()["workers"]["large-0"]}}
+
+
+async def test_what_was_removed_and_added_again_is_still_measured(stack: Stack) -> None:
+    with of(stack).current.held():
+        for changes in (ONLY_LARGE, {}):
+            await of(stack).reload(from_values(values(policy=LARGE, **changes)))
+    await asyncio.gather(*of(stack)._retiring)
+    assert 'kvrelay_circuit_state{target="small-0"} 0.0' in (await stack.http.get("/metrics")).text
+
+
+async def test_a_fleet_does_not_outlive_its_successor(stack: Stack) -> None:
+    await of(stack).reload(from_values(values(policy=LARGE)))
+    second = weakref.ref(of(stack).parts.fleet)
+    await of(stack).reload(from_values(values(policy=SMALL)))
+    await eventually(lambda: gc.collect() >= 0 and second() is None)
+
+
+class Silent(httpx.AsyncBaseTransport):
+    """To a worker that never answers."""
+
+    is_asked = is_closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.is_asked = True
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_reload_that_is_broken_off_leaves_nothing_open() -> None:
+    silent = Silent()
+    more = values()["workers"] | {"large-1": {"tier": "large", "url": "http://large-1"}}
+    async with in_process({"large-1": silent}) as stack:
+        loading = asyncio.create_task(of(stack).reload(from_values(values(workers=more))))
+        await eventually(lambda: silent.is_asked)
+        loading.cancel()
+        await asyncio.wait({loading})
+        assert loading.cancelled() and silent.is_closed
+        assert of(stack).current.generation == 1
+        assert "large-1" not in (await stack.http.get("/metrics")).text
+        assert told(await stack.chat())["tier"] == "small", "what both have stays open"
+
+
+async def test_the_end_can_be_cancelled_while_a_watch_does_not_end() -> None:
+    other, let_go = Gateway(from_values(values()), FAKE_SECRET, {}), asyncio.Event()
+
+    async def stubborn() -> None:
+        while not let_go.is_set():
+            try:
+                await let_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    other._watch = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(other.stop())
+    await asyncio.sleep(0.05)
+    stopping.cancel()
+    await asyncio.wait({stopping}, timeout=5)
+    let_go.set()
+    assert stopping.cancelled()
+    await other.stop()
+
+
+async def test_a_change_during_the_start_is_not_missed(stack: Stack, tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("before")
+    source = Source(path, lambda: from_values(values(policy=LARGE)))
+    source.read()
+    path.write_text("after")
+    async with following(of(stack), source):
+        await eventually(lambda: stack.metric("config_generation") == 2, within_s=20)
+    assert stack.metric("config_reload_total", result="ok") == 1
+
+
+async def test_a_watch_that_fails_is_counted_and_begun_again(stack: Stack, tmp_path: Path) -> None:
+    path = tmp_path / "mounted" / "kvrelay.yaml"
+    async with following(of(stack), Source(path, lambda: from_values(values(policy=LARGE)))):
+        await eventually(lambda: stack.metric("config_reload_total", result="failed") >= 1)
+        path.parent.mkdir()
+        path.write_text("there")
+        await eventually(lambda: stack.metric("config_generation") == 2, within_s=20)
 
 
 async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
