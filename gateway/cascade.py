@@ -51,6 +51,8 @@ CACHED_CHAT_SHARE = 0.25  # so much a handed-over cache gets at least to bring a
 GAP_SHARE = 0.25  # so much, at most, passes between two tokens of an answer that can still be replaced
 PLAIN_SHARE = 0.5  # so much a full prefill gets at least, where the small model could answer in its place
 
+BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
+
 log = structlog.get_logger()
 
 
@@ -89,6 +91,8 @@ class Cascade:
         self._turn = turn
         self._times = parts.settings.deadlines
         self._held = AsyncExitStack()
+        self._streams: list[Stream] = []  # all that were opened, told or not
+        self._num_read = 0  # tokens of the prompt, as far as a worker has told them
         self._early: EarlyHandoff | None = None
         self._was_read_in_full = False  # by the target: the last way but the small model's answer
         asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
@@ -102,18 +106,21 @@ class Cascade:
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """The answering worker's chunks. By the first one `turn.report` names tier and path, by the end all else."""
         with self._parts.shares.one(self._turn.tenant.name):
-            async with self._held:
-                await self.look_up()
-                stream = await self._ROUTES[self.decision.route](self)
-                self._began(stream)
-                if self._turn.request.stream:
-                    async for chunk in self._timed(stream):
-                        yield chunk
-                else:
-                    stream, whole = await self._whole(stream)
-                    for chunk in whole:
-                        yield chunk
-                await self._ended(stream)
+            try:
+                async with self._held:
+                    await self.look_up()
+                    stream = await self._ROUTES[self.decision.route](self)
+                    self._began(stream)
+                    if self._turn.request.stream:
+                        async for chunk in self._timed(stream):
+                            yield chunk
+                    else:
+                        stream, whole = await self._whole(stream)
+                        for chunk in whole:
+                            yield chunk
+                    await self._ended(stream)
+            finally:
+                await self._parts.quotas.spent(self._turn.tenant, self._num_tokens)
 
     async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
         """All of an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
@@ -194,6 +201,7 @@ class Cascade:
             return stream.answer.tokens[:num_judged]
         request = asks.follow_up(self._turn, stream.answer, self.policy.follow_up, self.policy.num_top_logprobs, by)
         reply = await stream.worker.open_answer(request, first_by=by, deadline=by)
+        self._streams.append(reply)
         self._held.push_async_callback(reply.aclose)
         return await reply.first_tokens(1, by)
 
@@ -226,10 +234,12 @@ class Cascade:
         known = self._turn.known[self.small.name]
         whole, nearest = known.whole, known.best(exact_only=True)
         if whole is not None and self.small.workers[whole.entry.worker].is_usable:
-            return Read(self.small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
+            self._num_read = whole.entry.num_tokens
+            return Read(self.small.workers[whole.entry.worker], whole.entry.cache_id, self._num_read, whole)
         with self._turn.upstream("small_prefill"):
             worker = self.small.pick(preferred=nearest.entry.worker if nearest else None)
             reply = await worker.prefill(asks.prefill(self._turn, self._parts.settings.handoff, by), by)
+        self._num_read = reply.num_tokens
         self._turn.report.small_read(reply)
         cache_access(self._turn, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._parts.prefixes.file_prompt(self._turn, self.small.name, worker.id, reply)
@@ -417,6 +427,7 @@ class Cascade:
             cache_access(self._turn, "read", worker=worker.id, cache_id=cache_id)
         with self._turn.upstream(self._phase(worker)):
             stream = await worker.open_answer(request, first_by=first_by, deadline=self._turn.deadline)
+        self._streams.append(stream)
         self._held.push_async_callback(stream.aclose)
         return stream
 
@@ -458,6 +469,15 @@ class Cascade:
         if turn.escalated_at is not None and stream.worker.tier == self.target.name:
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
 
+    @property
+    def _num_tokens(self) -> int:
+        """What the turn has cost, however it ended: the prompt once, and all that was written for it, told or not."""
+        answers = [stream.answer for stream in self._streams]
+        num_read = max([self._num_read, *(answer.num_prompt_tokens for answer in answers)])
+        if answers and not num_read:
+            num_read = self._turn.unread_bytes(0) // BYTES_PER_TOKEN
+        return num_read + sum(answer.num_written for answer in answers)
+
     async def _ended(self, stream: Stream) -> None:
         """7. The extended cache, for the turn after; and what the worker told of its work."""
         turn, usage = self._turn, stream.answer.kv
@@ -468,7 +488,6 @@ class Cascade:
             if usage.cache_id is not None:
                 kept, count = usage.cache_id, usage.num_tokens
                 cache_access(turn, "written", worker=stream.worker.id, cache_id=kept, num_tokens=count)
-        await self._parts.quotas.spent(turn.tenant, stream.answer.num_tokens)
         if turn.stores:
             await self._parts.prefixes.file_answer(turn, stream)
         self._parts.metrics.ended(turn.report, turn.since_arrival_ms(time.monotonic()))

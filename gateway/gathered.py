@@ -16,6 +16,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.has_content = False
+        self.num_pieces = 0  # of text or of a call; a worker sends one a token
         self.logprobs: list[dict[str, Any]] = []  # OpenAI's, one a token
         self.tokens: list[Token] = []  # the same
         self.finish_reason: str | None = None
@@ -42,6 +43,7 @@ class Gathered:
         for call in calls:
             self._add_call(call)
         self.has_content = self.has_content or bool(text or calls)
+        self.num_pieces += bool(text or calls)
 
     def _add_call(self, part: dict[str, Any]) -> None:
         empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
@@ -56,9 +58,10 @@ class Gathered:
         return int(self.usage["prompt_tokens"]) if self.usage else 0
 
     @property
-    def num_tokens(self) -> int:
-        """Read and written."""
-        return int(self.usage.get("total_tokens") or 0) if self.usage else 0
+    def num_written(self) -> int:
+        """Tokens so far: as the worker tells at the end, until then as they came."""
+        told = int(self.usage.get("completion_tokens") or 0) if self.usage else 0
+        return told or max(len(self.tokens), self.num_pieces)
 
     @property
     def message(self) -> dict[str, Any]:

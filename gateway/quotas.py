@@ -2,11 +2,13 @@
 
 Counted where prefixes are filed: in this process, or in a Redis that several gateways share. While that Redis is gone,
 each gateway counts for itself: nobody is turned away for its sake, and nobody gets past the limits of one process.
-Tokens are known only when an answer is whole; a tenant that has spent its minute's is turned away until the next one.
+Tokens are counted when a turn ends, in whatever way: the prompt once, and what every model wrote for it, whether or not
+it was shown. A tenant that has spent its minute's is turned away until the next one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -32,6 +34,7 @@ class Quotas:
     def __init__(self, settings: RegistrySettings, on_op: Callable[[str, str], None]):
         self._own = Counted(MemoryStorage())
         self._shared: Counted | None = None
+        self._spending: set[asyncio.Task[None]] = set()
         if urlsplit(settings.url).scheme != "memory":
             self._connect(settings.url, settings.timeout_ms / 1000, on_op)
 
@@ -62,14 +65,20 @@ class Quotas:
                 raise await self._used_up(most, TOKENS, tenant)
 
     async def spent(self, tenant: Tenant, num_tokens: int) -> None:
-        """What an answer has cost, however much was left."""
+        """What a turn has cost, however much was left. Counted even when the caller is cancelled meanwhile."""
         if tenant.tokens_per_minute is not None and num_tokens > 0:
             most = RateLimitItemPerMinute(tenant.tokens_per_minute)
-            await self._asked(
-                "quota_hit", lambda counted: counted.limiter.hit(most, TOKENS, tenant.name, cost=num_tokens)
-            )
+            task = asyncio.create_task(self._spent(most, tenant, num_tokens))
+            self._spending.add(task)
+            task.add_done_callback(self._spending.discard)
+            await asyncio.shield(task)
+
+    async def _spent(self, most: RateLimitItemPerMinute, tenant: Tenant, num_tokens: int) -> None:
+        await self._asked("quota_hit", lambda counted: counted.limiter.hit(most, TOKENS, tenant.name, cost=num_tokens))
 
     async def aclose(self) -> None:
+        if self._spending:
+            await asyncio.wait(self._spending)
         if self._shared is not None:
             await self._guard.aclose()
             await self._pool.aclose()

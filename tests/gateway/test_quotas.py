@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from limits import RateLimitItemPerMinute
 
 from gateway.errors import RateLimited
-from gateway.quotas import Quotas
+from gateway.quotas import TOKENS, Quotas
 from gateway.settings import RegistrySettings
 from gateway.tenants import Tenant
 from tests.gateway.redis_process import redis_process
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack
+from workers.api.fake import render
+from workers.api.schemas import Message
 
 
 def tenant(name: str, *, requests: int | None = None, tokens: int | None = None) -> Tenant:
@@ -63,3 +68,58 @@ async def test_in_redis_together_and_alone_without_it(require_tool: Callable[[st
             assert await num_admitted(other, tenant("a", requests=3)) == 3
             with pytest.raises(RateLimited, match="more than 3 requests in a minute"):
                 await other.admit(tenant("a", requests=3))
+
+
+MOST = 1_000_000
+COUNTING = {"default": {"tokens_per_minute": MOST}}
+NUM_READ = len(render([Message.model_validate(message) for message in MESSAGES]))
+
+
+async def num_spent(stack: Stack) -> int:
+    """By the default tenant, in this minute."""
+    counted = stack.app.state.gateway.parts.quotas._own
+    stats = await counted.limiter.get_window_stats(RateLimitItemPerMinute(MOST), TOKENS, "default")
+    return int(MOST - stats.remaining)
+
+
+@pytest.mark.parametrize("policy", ["confidence", "verifier"])
+async def test_what_was_written_and_not_told_is_charged_too(policy: str) -> None:
+    async with in_process(tenants=COUNTING, policy={"name": policy}) as stack:
+        stack.small.logprob = -2.0
+        usage = (await stack.chat()).json()["usage"]
+        assert usage["prompt_tokens"] == NUM_READ
+        assert usage["total_tokens"] < await num_spent(stack) < usage["total_tokens"] + 20, "the prompt only once"
+
+
+async def test_a_stream_that_breaks_off_is_charged_as_far_as_it_came() -> None:
+    async with in_process(tenants=COUNTING) as stack:
+        stack.small.break_after = 5
+        assert "error" in (await stack.chat(stream=True)).text
+        assert await num_spent(stack) == NUM_READ + 5
+
+
+@pytest.mark.parametrize("model", ["auto", "small"])
+async def test_a_client_that_hangs_up_is_charged(model: str) -> None:
+    """Of a prompt that no worker had told the length of, about so much as its bytes say."""
+    async with live_stack(tenants=COUNTING) as stack:
+        stack.small.stall("cached_chat" if model == "auto" else "chat", after=4)
+        body = {"model": model, "messages": MESSAGES, "stream": True}
+        async with stack.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            async for line in reply.aiter_lines():
+                if "content" in line and '"content":""' not in line:
+                    break
+        await eventually(lambda: stack.small.num_hang_ups == 1)
+        async with asyncio.timeout(20):
+            while not (spent := await num_spent(stack)):  # noqa: ASYNC110 - the gateway runs in another thread
+                await asyncio.sleep(0.01)
+        assert NUM_READ <= spent <= NUM_READ + 4 if model == "auto" else NUM_READ <= spent <= 3 * NUM_READ
+
+
+async def test_what_is_charged_survives_its_callers_cancellation() -> None:
+    async with counting("memory://") as quotas:
+        writer = tenant("writer", tokens=100)
+        spending = asyncio.create_task(quotas.spent(writer, 200))
+        await asyncio.sleep(0)
+        spending.cancel()
+        await asyncio.wait({spending})
+        assert await num_admitted(quotas, writer) == 0
