@@ -31,7 +31,8 @@ def prefill(turn: Turn, settings: HandoffSettings, by: Deadline) -> PrefillReque
 def transfer(
     turn: Turn, settings: HandoffSettings, *, cache_id: str, source_worker: str, num_tokens: int, by: Deadline
 ) -> TransferRequest:
-    """To map the first `num_tokens` of another worker's cache."""
+    """To map the first `num_tokens` of another worker's cache: by cost, so that it may map less or decline, unless the
+    client insists on the escalation."""
     return TransferRequest(
         cache_id=cache_id,
         source_worker=source_worker,
@@ -40,6 +41,7 @@ def transfer(
         tenant_salt=turn.tenant.salt,
         ttl_s=settings.ttl_s,
         deadline_ms=left_ms(by),
+        by_cost=not turn.report.forced,
     )
 
 

@@ -44,6 +44,7 @@ from workers.api.errors import (
     InvalidRequest,
     KvrelayError,
     Overloaded,
+    PrefillCheaper,
 )
 
 # Of the time left:
@@ -262,6 +263,9 @@ class Cascade:
                 read = await self._read(self._turn.deadline.share(self._times.small_share))
                 self._turn.escalated_at = time.monotonic()
             return await self._hand_over(read)
+        except PrefillCheaper:  # the target's own choice, and no failure
+            self._turn.report.path = "prefill"
+            return await self._plain(self.target)
         except KvrelayError as error:
             return await self._fall_back(error)
 
@@ -339,7 +343,7 @@ class Cascade:
     async def _from_handed(self, read: Read, handed: Handed) -> Stream:
         self._turn.report.transferred(handed.reply, handed.took_s * 1000)
         stream = await self._from_cache(handed.worker, handed.reply.cache_id, read.num_tokens)
-        self._turn.report.path = "mapped"
+        self._turn.report.path = "hybrid" if handed.reply.decision == "hybrid" else "mapped"
         return stream
 
     async def _from_own(self, own: Found, num_tokens: int) -> Stream:

@@ -20,7 +20,8 @@ def test_the_small_model_judges_its_own_answer(cluster: Cluster, right: Right) -
     asked = talk("Feste")
     reply = cluster.client.ask(asked, policy="verifier")
     tier = {"verified": "small", "doubted": "large", "no_verdict": "large"}[reply.told["reason"]]
-    assert (reply.told["tier"], reply.path) == (tier, "prefill" if tier == "small" else "mapped")
+    assert reply.told["tier"] == tier
+    assert reply.path in (("prefill",) if tier == "small" else ("mapped", "hybrid", "prefill"))
     assert reply.told["confidence"] is None or 0 <= reply.told["confidence"] <= 1
     right(reply, asked)
 

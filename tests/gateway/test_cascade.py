@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gateway.stack import (
+    LONG,
     MESSAGES,
     SYSTEM,
     USER,
@@ -15,6 +16,7 @@ from tests.gateway.stack import (
     told,
     turn_after,
 )
+from workers.api.errors import KvrelayError, PrefillCheaper
 from workers.api.fake import render
 from workers.api.schemas import Message, Rates
 
@@ -39,6 +41,45 @@ async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
     assert reply.headers["x-kvrelay-path"] == "mapped"
     assert reply.headers["x-kvrelay-model"] == reply.json()["model"] == "fake-large"
     assert float(reply.headers["x-kvrelay-overhead-ms"]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("makes_of_it", "path"),
+    [(None, "mapped"), (300, "hybrid"), (PrefillCheaper("read them"), "prefill")],
+)
+@pytest.mark.parametrize("tells_early", [True, False])
+async def test_the_target_decides_by_cost_what_becomes_of_a_handoff(
+    stack: Stack, makes_of_it: int | KvrelayError | None, path: str, tells_early: bool
+) -> None:
+    stack.small.logprob, stack.large.by_cost, stack.large.tells_early = -2.0, makes_of_it, tells_early
+    reply = await stack.chat()
+    assert (told(reply)["tier"], told(reply)["path"], told(reply)["forced"]) == ("large", path, False)
+    assert text(reply) == right_answer(stack.large, MESSAGES)
+    mapped = {"mapped": NUM_TOKENS - 64 - 4, "hybrid": 300 - 4, "prefill": 0}
+    assert told(reply)["mapped_tokens"] == mapped[path]
+    assert (stack.metric("circuit_state", target="large-0/transfer"), fallbacks(stack)) == (0, 0)
+
+
+async def test_a_declined_handoff_is_no_failure(stack: Stack) -> None:
+    """However often: the circuit stays closed, and the next one is asked for."""
+    stack.small.logprob, stack.large.by_cost = -2.0, PrefillCheaper("read them")
+    for number in range(6):
+        reply = await stack.chat([{"role": "user", "content": f"{number} {LONG}"}])
+        assert told(reply)["tier"] == "large" and not told(reply)["path"].startswith("fallback")
+    assert len(stack.large.made("transfer")) == 6
+    stack.large.by_cost = None
+    assert told(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
+
+
+async def test_a_forced_handoff_is_made_whatever_it_costs(stack: Stack) -> None:
+    stack.large.by_cost = PrefillCheaper("read them")
+    assert told(await stack.escalate())["path"] == "mapped"
+    assert stack.large.made("transfer")[0]["by_cost"] is False
+
+
+def fallbacks(stack: Stack) -> float:
+    counted = stack.app.state.gateway.parts.metrics.full_prefill_fallback.collect()
+    return sum(sample.value for metric in counted for sample in metric.samples if sample.name.endswith("_total"))
 
 
 async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:

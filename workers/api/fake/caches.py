@@ -21,6 +21,7 @@ class Cache:
     provenance: str
     num_mapped: int
     expires_at: float
+    is_hybrid: bool = False
 
 
 class Caches:
@@ -43,8 +44,11 @@ class Caches:
             raise CacheMismatch(f"{cache_id} is another tenant's")
         return cache
 
-    def store(self, tokens: list[str], salt: str, provenance: str, num_mapped: int, ttl_s: float) -> Cache:
-        cache = Cache(f"kvc-{secrets.token_hex(16)}", tokens, salt, provenance, num_mapped, time.time() + ttl_s)
+    def store(
+        self, tokens: list[str], salt: str, provenance: str, num_mapped: int, ttl_s: float, is_hybrid: bool = False
+    ) -> Cache:
+        cache_id, expires_at = f"kvc-{secrets.token_hex(16)}", time.time() + ttl_s
+        cache = Cache(cache_id, tokens, salt, provenance, num_mapped, expires_at, is_hybrid)
         self.by_id[cache.cache_id] = cache
         return cache
 

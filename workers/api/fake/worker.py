@@ -83,6 +83,7 @@ class FakeWorker(Faulty):
     max_model_len: int = 100_000
     cut_after: int | None = None  # words, after which a stream ends without [DONE]
     break_after: int | None = None  # words, after which a stream ends with an error frame
+    by_cost: int | KvrelayError | None = None  # of a handoff by cost it maps so many tokens at most, or declines
     reused_tokens: int = 0  # of what it maps, so many stood mapped here already
     tells_early: bool = True  # what it reused stands in the first chunk too
 
@@ -185,20 +186,27 @@ class FakeWorker(Faulty):
     async def _map(self, body: Body) -> Body:
         asked = parse(TransferRequest, body)
         source = await self._lease(asked)
-        num_tokens = min(asked.num_tokens or len(source.tokens), len(source.tokens))
-        mapped = num_tokens - asked.native_head
+        most = min(asked.num_tokens or len(source.tokens), len(source.tokens))
+        num_tokens = self._decided(most) if asked.by_cost else most
+        mapped, is_hybrid = num_tokens - asked.native_head, num_tokens < most
         tokens = source.tokens[:num_tokens]
-        cache = self.stored.store(tokens, asked.tenant_salt, "mapped:fake-bundle", mapped, asked.ttl_s)
+        cache = self.stored.store(tokens, asked.tenant_salt, "mapped:fake-bundle", mapped, asked.ttl_s, is_hybrid)
         reply = TransferReply(
             mapper="fake-bundle",
             map_ms=2.0,
             copy_ms=1.0,
             total_ms=3.0,
             bytes=mapped * BYTES_PER_TOKEN,
+            decision="hybrid" if is_hybrid else "map",
             reused_tokens=min(self.reused_tokens, num_tokens),
             **self.stored.told(cache),
         )
         return reply.model_dump()
+
+    def _decided(self, most: int) -> int:
+        if isinstance(self.by_cost, KvrelayError):
+            raise self.by_cost
+        return most if self.by_cost is None else min(self.by_cost, most)
 
     async def _lease(self, asked: TransferRequest) -> Cache:
         peer = self.peers.get(asked.source_worker)
@@ -270,7 +278,7 @@ class FakeWorker(Faulty):
         mapped = min(cache.num_mapped, shared)
         return KVUsage(
             epoch=self.stored.epoch,
-            path="mapped" if mapped else "exact",
+            path=("hybrid" if cache.is_hybrid else "mapped") if mapped else "exact",
             cached_tokens=0 if mapped else shared,
             mapped_tokens=mapped,
             provenance=cache.provenance,
