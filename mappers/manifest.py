@@ -14,7 +14,7 @@ FORMAT_VERSION: Literal[1] = 1
 COPY = "copy"
 DEFAULT_MAX_PPL_RATIO = 1.25
 DEFAULT_MIN_TOP1 = 0.80
-DEFAULT_MIN_DOCUMENTS = 5
+DEFAULT_MIN_DOCUMENTS = 50
 DEFAULT_LENGTHS = (384, 1024, 2048)
 DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 # What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
