@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,6 +213,13 @@ def test_a_freed_block_is_no_longer_found(pool: Pool) -> None:
     entry = store(pool, 8)
     pool.drop(entry.cache_id, SALT)
     assert pool.match_prefix(entry.token_ids, SALT).blocks == ()
+
+
+@pytest.mark.parametrize("differs_at", [0, 255, 256, 700, 999])
+def test_a_common_prefix_may_end_anywhere(pool: Pool, differs_at: int) -> None:
+    entry = replace(store(pool, 8), token_ids=tuple(range(1000)))
+    ids = [*range(differs_at), 5000, *range(differs_at + 1, 1200)]
+    assert entry.common_prefix(ids) == differs_at and entry.common_prefix(range(1200)) == 1000
 
 
 def test_common_prefix_counts_equal_first_tokens(pool: Pool) -> None:
