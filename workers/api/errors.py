@@ -12,7 +12,9 @@
     │   ├── CacheStale        409  the worker restarted, or its blocks were written since
     │   └── CacheMismatch     409  another tenant, model, layout, tokens or provenance
     ├── BundleUnusable        409  no mapper for this pair, or one below the gate
-    ├── PrefillCheaper        409  a handoff was asked for by cost, and reading natively costs no more: do that
+    ├── HandoffDeclined       409  a handoff was asked for by cost, and nothing failed: read natively
+    │   ├── PrefillCheaper    409  which costs no more
+    │   └── NoTime            409  for the handoff is predicted to end too late
     ├── Overloaded            503  a queue is full; carries `retry_after_s`
     │   └── PoolFull          503  every block of the pool is in use by requests or leases
     ├── DeadlineExceeded      504
@@ -89,8 +91,16 @@ class BundleUnusable(KvrelayError):
     status, type, code = 409, "bundle_error", "no_bundle"
 
 
-class PrefillCheaper(KvrelayError):
-    status, type, code = 409, "cost_error", "prefill_cheaper"
+class HandoffDeclined(KvrelayError):
+    status, type, code = 409, "cost_error", "handoff_declined"
+
+
+class PrefillCheaper(HandoffDeclined):
+    code = "prefill_cheaper"
+
+
+class NoTime(HandoffDeclined):
+    code = "no_time"
 
 
 class Overloaded(KvrelayError):

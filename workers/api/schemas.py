@@ -125,8 +125,8 @@ class TransferRequest(Request):
 
     With `by_cost` the target decides by what it has measured: it may map less than asked (the reply's `num_tokens` says
     how far; the caller's next request reads a longer tail natively, and its path is `hybrid`), raise `PrefillCheaper`
-    where reading all of it natively is predicted to take no longer than the handoff, and `DeadlineExceeded` at once
-    where the handoff is predicted to end after `deadline_ms`. Without, what is asked for is done.
+    where reading all of it natively is predicted to take no longer than the handoff, and `NoTime` at once where the
+    handoff is predicted to end after `deadline_ms`; neither is a failure. Without, what is asked for is done.
     """
 
     cache_id: CacheId
@@ -325,15 +325,11 @@ class BundleInfo(Reply):
 
 
 class Rates(Reply):
-    """Measured medians, in tokens per second; None until measured. By length: pairs of the lower end of a range of
-    lengths (0, 1, 2, 4, ...) and the rate in it; for prefill the tokens that stand before those read, for handoffs
-    (lease and all) those mapped. Only what was measured lately counts there."""
+    """Measured medians, in tokens per second; None until measured."""
 
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
     map_tokens_per_s: float | None = None
-    prefill_by_length: list[tuple[int, float]] = []
-    handoff_by_length: list[tuple[int, float]] = []
 
 
 class WorkerInfo(Reply):

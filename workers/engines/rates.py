@@ -86,8 +86,6 @@ class RateMeter:
             prefill_tokens_per_s=self.rate("prefill"),
             decode_tokens_per_s=self.rate("decode"),
             map_tokens_per_s=self.rate("map"),
-            prefill_by_length=list(self.by_length("prefill").items()),
-            handoff_by_length=list(self.by_length("handoff").items()),
         )
 
 

@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import Tensor
 
-from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, PrefillCheaper, TransferFailed
+from workers.api.errors import InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
 from workers.handoff.made import Made
@@ -74,8 +74,8 @@ class Handoffs:
 
         Raises `CacheNotFound`, `CacheStale`, `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`,
         `InvalidRequest`, `Overloaded` (also when our pool is full), `DeadlineExceeded`, `TransferFailed`,
-        `WorkerUnavailable`, and with `by_cost` `PrefillCheaper`. Nothing of it stays behind then, nor when the
-        caller is cancelled.
+        `WorkerUnavailable`, and with `by_cost` `PrefillCheaper` and `NoTime`. Nothing of it stays behind then, nor
+        when the caller is cancelled.
         """
         if request.target_model not in (None, self._target.model):
             raise InvalidRequest(
@@ -95,9 +95,8 @@ class Handoffs:
         clock = Clock()
         try:
             plan, reply = await self._hand_over(request, peer, job, clock)
-        except (KvrelayError, asyncio.CancelledError) as error:
-            result = error.code if isinstance(error, KvrelayError) else "cancelled"
-            self._target.observe(Outcome(result, clock.total_s))
+        except (Exception, asyncio.CancelledError) as error:
+            self._target.observe(Outcome(_result_of(error), clock.total_s))
             raise
         self._target.observe(Outcome("ok", clock.total_s, plan.num_mapped, reply))
         return reply
@@ -108,7 +107,9 @@ class Handoffs:
         ticket = await self._lease(request, peer, job)
         clock.lease_s = clock.total_s
         try:
-            plan = plan_handoff(request, ticket, self._target.pool, self._target.mappers())
+            plan = plan_handoff(
+                request, ticket, self._target.pool, self._target.mappers(), max_tokens=self._target.max_tokens
+            )
             before, reused = self._made.longest(plan, request.tenant_salt)
             with before:
                 plan = self._decided(replace(plan, reused=reused), request, job)
@@ -125,7 +126,7 @@ class Handoffs:
         return await peer.lease(request.cache_id, lease, timeout_s=job.remaining_s)
 
     def _decided(self, plan: Plan, request: TransferRequest, job: Job[TransferReply]) -> Plan:
-        """The plan as its costs allow. Raises `PrefillCheaper`, `DeadlineExceeded`."""
+        """The plan as its costs allow. Raises `PrefillCheaper`, `NoTime`."""
         if not request.by_cost:
             return plan
         target = self._target
@@ -143,7 +144,7 @@ class Handoffs:
         if decision.kind == "prefill":
             raise PrefillCheaper(f"{told}, {decision.native_s or 0:.3f} s to read them: read them")
         if decision.kind == "late":
-            raise DeadlineExceeded(f"{told} are predicted, {job.remaining_s:.3f} s are left")
+            raise NoTime(f"{told} are predicted, {job.remaining_s:.3f} s are left")
         return replace(plan, num_tokens=decision.end, is_hybrid=decision.kind == "hybrid", reason=decision.reason)
 
     async def _bring(
@@ -206,6 +207,12 @@ class Handoffs:
         release = asyncio.create_task(_release(peer, ticket))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)
+
+
+def _result_of(error: BaseException) -> str:
+    if isinstance(error, KvrelayError):
+        return error.code
+    return "cancelled" if isinstance(error, asyncio.CancelledError) else KvrelayError.code
 
 
 def chunks(begin: int, end: int, size: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,9 +55,11 @@ class Plan:
         return num_tokens * block_bytes(layout) // layout.block_tokens
 
 
-def plan_handoff(request: TransferRequest, ticket: Ticket, pool: Pool, mappers: Sequence[Mapper]) -> Plan:
-    """Everything that must hold before a source block is read. Raises `CacheMismatch`, `BundleUnusable`,
-    `InvalidRequest`, `TransferFailed`."""
+def plan_handoff(
+    request: TransferRequest, ticket: Ticket, pool: Pool, mappers: Sequence[Mapper], *, max_tokens: int | None = None
+) -> Plan:
+    """Everything that must hold before a source block is read; `max_tokens` is the target's context. Raises
+    `CacheMismatch`, `BundleUnusable`, `InvalidRequest`, `TransferFailed`."""
     _check_ticket(request, ticket)
     mapper = choose_mapper(mappers, request.mapper, ticket.fingerprint, pool.fingerprint)
     _check_layout("source cache", ticket.layout, mapper.manifest.source.geometry, mapper)
@@ -65,6 +68,13 @@ def plan_handoff(request: TransferRequest, ticket: Ticket, pool: Pool, mappers: 
     if num_tokens > ticket.num_tokens:
         raise InvalidRequest(
             f"num_tokens {num_tokens} asked for; {ticket.cache_id} has {ticket.num_tokens}", param="num_tokens"
+        )
+    limit = _num_positions(mapper, max_tokens)
+    if num_tokens > limit:
+        raise InvalidRequest(
+            f"{num_tokens} tokens are to be handed over; this worker and bundle {mapper.bundle_id} take at most "
+            f"{limit:.0f}",
+            param="num_tokens",
         )
     if request.native_head >= num_tokens:
         raise InvalidRequest(
@@ -87,6 +97,12 @@ def choose_mapper(
         f"no usable bundle {name!r} from weights {source_fingerprint[:12]}; this worker uses: {known or 'none'}",
         param="mapper",
     )
+
+
+def _num_positions(mapper: Mapper, max_tokens: int | None) -> float:
+    """For so many positions from 0 on the target has a context, and both models RoPE factors that stay as they are."""
+    limits = (max_tokens, mapper.source_rope.limit, mapper.target_rope.limit)
+    return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def _check_ticket(request: TransferRequest, ticket: Ticket) -> None:

@@ -41,8 +41,8 @@ PrefillHead = Callable[[Sequence[int]], Awaitable[KVCache]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code, or `cancelled`; `reply` is there
-    if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
+    """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code (`internal_error` for a bug),
+    or `cancelled`; `reply` is there if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
 
     result: str
     seconds: float
@@ -59,7 +59,8 @@ class Outcome:
 class HandoffTarget:
     """What the receiving worker lends to its handoffs. `mappers` gives those usable at the moment of the call,
     `transports` names those that it reads. `observe` hears of each handoff once. `costs` tells what reading and
-    handoffs take, as measured; `native_share` of a full prefill is what a handoff by cost may take."""
+    handoffs take, as measured; `native_share` of a full prefill is what a handoff by cost may take. `max_tokens` is the
+    model's context, None for one without end."""
 
     pool: Pool
     model: str
@@ -71,5 +72,6 @@ class HandoffTarget:
     observe: Callable[[Outcome], None] = lambda outcome: None
     costs: Callable[[], Costs] = Costs
     native_share: float = 0.0
+    max_tokens: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
     max_handoffs: int = MAX_HANDOFFS

@@ -18,15 +18,15 @@ from workers.api.errors import (
     BundleUnusable,
     CacheUnusable,
     DeadlineExceeded,
+    HandoffDeclined,
     InvalidRequest,
     KvrelayError,
-    PrefillCheaper,
 )
 
 log = structlog.get_logger()
 
 CLIENT_CLOSED_REQUEST = 499
-NO_RETRY = (CacheUnusable, BundleUnusable, PrefillCheaper, DeadlineExceeded, InvalidRequest)
+NO_RETRY = (CacheUnusable, BundleUnusable, HandoffDeclined, DeadlineExceeded, InvalidRequest)
 
 
 # Fields whose values are a tenant's own: no error repeats them.

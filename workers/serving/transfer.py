@@ -52,6 +52,7 @@ class Transfers:
                 observe=self._count,
                 costs=lambda: engine.rates.costs,
                 native_share=settings.native_share,
+                max_tokens=engine.model.max_model_len,
             )
         )
 

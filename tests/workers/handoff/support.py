@@ -104,6 +104,17 @@ class HeldMapper(Mapper):
         super().map_into(source_chunk, sink)
 
 
+class BrokenMapper(Mapper):
+    """A mapper with a bug, or without memory."""
+
+    def __init__(self) -> None:
+        like = random_mapper()
+        super().__init__(like.manifest, like.weights)
+
+    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
+        raise RuntimeError("out of memory")
+
+
 def native_kv(token_ids: Sequence[int]) -> KVCache:
     """What the target's engine computes for these tokens."""
     return random_kv(0, len(token_ids), seed=1000 + sum(token_ids), layout=TARGET_LAYOUT)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsIndex
 
 import pytest
 
 from mappers.cache import KVCache
 from tests.workers.handoff.support import Pair, random_mapper, request
 from tests.workers.pool.support import SALT, ManualClock, random_kv
-from workers.api.errors import DeadlineExceeded, PrefillCheaper
+from workers.api.errors import KvrelayError, NoTime, PrefillCheaper, from_reply
+from workers.api.schemas import LeaseRequest
 from workers.engines.rates import FRESH_S, Costs, RateMeter
 from workers.handoff.decide import Ask, decide
+from workers.handoff.made import Made
+from workers.handoff.plan import Plan
 from workers.pool.entries import Span
 
 ASK = Ask(head=4, reused=0, end=1984, standing=2048, block_tokens=32, remaining_s=5.0, share=0.125)
@@ -68,9 +72,7 @@ def test_costs_depend_on_length_and_forget() -> None:
     assert costs.prefill_s(0, 1024) == pytest.approx(256 / 400 + 256 / 300 + 512 / 200)
     assert costs.prefill_s(900, 1000) == pytest.approx(100 / 200)
     assert costs.handoff_s(500) == pytest.approx(0.25)
-    told = meter.snapshot()
-    assert told.prefill_by_length == [(0, 400.0), (256, 300.0), (512, 200.0)]
-    assert told.handoff_by_length == [(512, 2000.0)]
+    assert costs.prefill == {0: 400.0, 256: 300.0, 512: 200.0} and costs.handoff == {512: 2000.0}
     clock.now += FRESH_S + 1
     assert not meter.costs.are_known and meter.rate("prefill") == 250.0
 
@@ -91,17 +93,22 @@ async def test_by_cost_a_handoff_maps_less(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "error", "says"),
+    ("costs", "error", "code", "says"),
     [
-        (Costs(prefill={0: 1e6}, handoff={64: 1e3}), PrefillCheaper, "to read them: read them"),
-        (Costs(prefill={0: 1e-3}, handoff={64: 1e-2}), DeadlineExceeded, "are predicted, .* are left"),
+        (Costs(prefill={0: 1e6}, handoff={64: 1e3}), PrefillCheaper, "prefill_cheaper", "to read them: read them"),
+        (Costs(prefill={0: 1e-3}, handoff={64: 1e-2}), NoTime, "no_time", "are predicted, .* are left"),
     ],
 )
-async def test_by_cost_a_handoff_is_not_made(pair: Pair, costs: Costs, error: type[Exception], says: str) -> None:
+async def test_by_cost_a_handoff_is_not_made(
+    pair: Pair, costs: Costs, error: type[KvrelayError], code: str, says: str
+) -> None:
+    """Its caller can tell it from a failure."""
     pair.adjust(costs=lambda: costs)
     entry = pair.source_cache(100)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as declined:
         await pair.handoffs.transfer(request(entry, by_cost=True), peer=pair.office)
+    assert (declined.value.status, declined.value.code) == (409, code)
+    assert type(from_reply(409, declined.value.body())) is error
     await pair.handoffs.aclose()
     assert pair.num_used == 0 and pair.source.stats.num_leases == 0
     assert (await pair.handoffs.transfer(request(entry), peer=pair.office)).num_tokens == 100
@@ -152,3 +159,51 @@ async def test_another_tenant_shares_nothing_that_was_mapped(pair: Pair) -> None
     entry = pair.source.store(range(150), random_kv(0, 150), other, ttl_s=600)
     reply = await pair.handoffs.transfer(request(entry, tenant_salt=other), peer=pair.office)
     assert reply.reused_tokens == 0
+
+
+class CountedTokens(list[int]):
+    """Counts the tokens that are looked at."""
+
+    num_seen = 0
+
+    def __getitem__(self, at: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(at)
+        self.num_seen += len(found) if isinstance(found, list) else 1
+        return found
+
+
+@dataclass(frozen=True)
+class CountedPlan(Plan):
+    tokens: CountedTokens = field(default_factory=CountedTokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens
+
+
+@pytest.mark.parametrize(
+    ("last", "max_compared", "shared", "most_seen"),
+    [
+        (None, 10_000, 120, 120),  # the longest first, and none that cannot share more
+        (999, 10_000, 112, 3 * 120),  # the others differ in their last token: each is as good
+        (999, 130, 112, 2 * 120),  # no more than so many tokens are compared, but for the one under way
+    ],
+)
+async def test_few_tokens_are_compared_to_find_what_was_mapped(
+    pair: Pair, last: int | None, max_compared: int, shared: int, most_seen: int
+) -> None:
+    pool, mapper = pair.target.pool, random_mapper()
+    made = Made(pool, max_compared_tokens=max_compared)
+    for num_tokens in (40, 80, 120, 120, 120):
+        ids = [*range(num_tokens - 1), last or num_tokens - 1]
+        with pool.allocate(num_tokens // 8) as fresh:
+            mapped = Span(4, num_tokens)
+            provenance = f"mapped:{mapper.bundle_id}"
+            made.note(pool.put(fresh.blocks, ids, SALT, ttl_s=60, provenance=provenance, mapped=mapped))
+    entry = pair.source_cache(160)
+    ticket = await pair.office.lease(entry.cache_id, LeaseRequest(ttl_s=60, tenant_salt=SALT), timeout_s=1)
+    plan = CountedPlan(ticket, mapper, 4, 160, tokens=CountedTokens(range(160)))
+    hold, found = made.longest(plan, SALT)
+    with hold:
+        assert found == shared and len(hold.blocks) == 15
+    assert plan.tokens.num_seen <= most_seen

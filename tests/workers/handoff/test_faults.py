@@ -14,6 +14,7 @@ from tests.workers.handoff.support import (
     SOURCE,
     SOURCE_LAYOUT,
     TARGET,
+    BrokenMapper,
     ForgingPeer,
     FrozenPeer,
     HeldMapper,
@@ -185,6 +186,30 @@ async def test_no_bundle_or_none_for_these_weights(pair: Pair) -> None:
     for mappers in ([], [random_mapper(target="8b" * 32)], [random_mapper(source="8b" * 32)]):
         pair.adjust(mappers=lambda mappers=mappers: mappers)
         await refused(pair, BundleUnusable, "no usable bundle 'auto' from weights 515151515151", entry=entry)
+
+
+async def test_what_nobody_foresaw_is_counted_too(pair: Pair) -> None:
+    outcomes: list[Outcome] = []
+    pair.adjust(mappers=lambda: [BrokenMapper()], observe=outcomes.append)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await pair.handoffs.transfer(request(pair.source_cache(20)), peer=pair.office)
+    assert [outcome.result for outcome in outcomes] == ["internal_error"]
+    await nothing_left(pair)
+
+
+@pytest.mark.parametrize(("model_len", "rope_limit", "limit"), [(90, None, 90), (None, 80, 80), (90, 80, 80)])
+@pytest.mark.parametrize("role", ["source_rope", "target_rope"])
+async def test_more_tokens_than_there_are_positions(
+    pair: Pair, model_len: int | None, rope_limit: int | None, limit: int, role: str
+) -> None:
+    mapper = random_mapper()
+    getattr(mapper, role).limit = rope_limit
+    pair.adjust(mappers=lambda: [mapper], max_tokens=model_len)
+    entry = pair.source_cache(100)
+    for asked, num_tokens in ((None, 100), (limit + 1, limit + 1)):
+        says = f"{num_tokens} tokens are to be handed over; .* {mapper.bundle_id} take at most {limit}$"
+        await refused(pair, InvalidRequest, says, entry=entry, num_tokens=asked)
+    assert (await pair.handoffs.transfer(request(entry, num_tokens=limit), peer=pair.office)).num_tokens == limit
 
 
 async def test_a_bundle_is_taken_by_its_id(pair: Pair) -> None:

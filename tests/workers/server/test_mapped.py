@@ -65,6 +65,25 @@ async def test_a_mapped_answer_is_the_replay(pair: Pair, folder: Path, small_fol
     assert usage["cached_tokens"] == reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_a_worker_declines_what_it_predicts_to_be_late_and_refuses_more_than_its_context(
+    pair: Pair, folder: Path, bundle: Path
+) -> None:
+    """Neither is a failure of the worker's: both are told by 4xx, and not to be tried again."""
+    small, _ = pair
+    async with serving(folder, id="large", peers={"small": small.app}, bundles=[bundle], max_model_len=64) as large:
+        large.worker.engine.rates.record("prefill", 1000, 1e6)
+        large.worker.engine.rates.record("handoff", 64, 1e3, length=64)
+        read = await small.client.prefill(PrefillRequest(token_ids=small.prompt(), tenant_salt=SALT), timeout_s=60)
+        for fields, status, code in (
+            ({"num_tokens": 60, "by_cost": True}, 409, "no_time"),
+            ({"num_tokens": 65}, 400, "invalid_request"),
+        ):
+            asked = transfer_request(read.cache_id, **fields).model_dump()
+            reply = await large.http.post("/v1/cache/transfer", json=asked)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+            assert reply.headers["x-should-retry"] == "false"
+
+
 async def test_a_hybrid_answer_is_the_replay_with_its_longer_tail(
     pair: Pair, folder: Path, small_folder: Path, bundle: Path
 ) -> None:

@@ -206,6 +206,7 @@ async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, 
 
     def begin(num_steps: int) -> None:
         if num_steps == 2 and busy == "compute":
+            working.callback(release.set)
             watched.submit(release.wait)
         elif num_steps == 2:
             engine.admission.num_running += 1
@@ -216,7 +217,6 @@ async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, 
         async with asyncio.timeout(5):
             with pytest.raises(Overloaded, match="no idle time for 0.3 s while kvc-.* was read again"):
                 await upgrader.upgrade_one()
-        release.set()
     assert watched.num_background == 2 and len(pool.mapped()) == 2
     assert pool.stats.used_blocks == num_used and pool.stats.num_indexed == 0
 
