@@ -28,7 +28,7 @@ import httpx
 from gateway.commands import family
 from gateway.commands.client import Answer, RequestFailed, chat
 from gateway.commands.documents import Documents
-from gateway.commands.stack import Stack, StackError
+from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
 ARMS = ("A", "B", "C", "D")
@@ -63,11 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the medians to FILE")
     options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
+    stop_on_signals()
     try:
         report = _run(options.family, options.lengths, options.repeats)
     except (StackError, RequestFailed, httpx.HTTPError) as error:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     print(_table(report))

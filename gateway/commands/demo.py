@@ -18,7 +18,7 @@ import httpx
 from gateway.commands import family
 from gateway.commands.client import RequestFailed, chat
 from gateway.commands.conversation import HANDBOOK, TURNS, Turn
-from gateway.commands.stack import Stack, StackError
+from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
 AGREEMENT_TOKENS = 16
@@ -30,11 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as JSON")
     options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
+    stop_on_signals()
     try:
         turns = _run(options.family)
     except (StackError, RequestFailed, httpx.HTTPError) as error:
         print(f"kvrelay demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     if options.json:
         options.json.write_text(json.dumps({"turns": turns}, indent=2) + "\n")
     print(_table(turns))

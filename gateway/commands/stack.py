@@ -62,6 +62,17 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def stop_on_signals() -> None:
+    """SIGINT and SIGTERM raise `KeyboardInterrupt`, so that whatever is open is closed. A shell starts a job in the
+    background with SIGINT ignored; this undoes that too."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def rotate(logs: Sequence[Path]) -> None:
     """Each log begins anew; that of the run before is kept as `NAME.log.1`, and no older one."""
     for log in logs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from gateway.commands import family
-from gateway.commands.stack import Stack, StackError, port_is_free
+from gateway.commands.stack import Stack, StackError, port_is_free, stop_on_signals
 
 MAX_RESTARTS = 5
 EXAMPLE = (
@@ -26,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY, help="embedded family (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port (default %(default)s)")
     options = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts a job in the background with SIGINT ignored
-        signal.signal(number, _interrupt)
+    stop_on_signals()
     try:
         config = options.config or _embedded(options.family, options.port)
         return _serve(config)
@@ -79,7 +77,3 @@ kvrelay answers at {url}/v1 (metrics: {url}/metrics). Try:
   curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{EXAMPLE}'
 
 Ctrl-C stops everything."""
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -196,3 +196,31 @@ def test_a_worker_that_does_not_start_is_told(alone: dict[str, Any], tmp_path: P
         told = kvrelay.errors.read_text()
         reason = "num_threads.*greater than or equal to 1"
         assert re.search(f"kvrelay up: broken-one ended with status 2(.|\n)*{reason}", told)
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_command_with_a_stack_of_its_own_is_stopped(command: str, tmp_path: Path) -> None:
+    """SIGTERM, or Ctrl-C in a shell's background job, which ignores SIGINT until told otherwise."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway.cli", command, "--family", "tiny"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    logs = "kvrelay-*/*.log"
+    eventually(lambda: any(scratch.glob(logs)) or process.poll() is not None, "its stack is being started")
+    process.send_signal(signal.SIGTERM if command == "demo" else signal.SIGINT)
+    _, errors = process.communicate(timeout=START_S)
+    assert (process.returncode, errors) == (130, b"stopped\n")
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(command: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "gateway.cli", command, "--json", str(tmp_path / "none" / "table.json")]
+    ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+    assert ended.returncode == 2
+    assert "there is no folder" in ended.stderr
