@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from limits import RateLimitItemPerMinute
@@ -82,13 +83,16 @@ async def num_spent(stack: Stack) -> int:
     return int(MOST - stats.remaining)
 
 
-@pytest.mark.parametrize("policy", ["confidence", "verifier"])
-async def test_what_was_written_and_not_told_is_charged_too(policy: str) -> None:
-    async with in_process(tenants=COUNTING, policy={"name": policy}) as stack:
-        stack.small.logprob = -2.0
+@pytest.mark.parametrize(
+    ("policy", "num_untold"),
+    [({"name": "confidence", "num_tokens": 3}, 1), ({"name": "verifier"}, 7 + 1)],  # certain after one; whole, and No
+)
+async def test_what_was_written_and_not_told_is_charged_too(policy: dict[str, Any], num_untold: int) -> None:
+    async with in_process(tenants=COUNTING, policy=policy) as stack:
+        stack.small.logprob = -9.0
         usage = (await stack.chat()).json()["usage"]
         assert usage["prompt_tokens"] == NUM_READ
-        assert usage["total_tokens"] < await num_spent(stack) < usage["total_tokens"] + 20, "the prompt only once"
+        assert await num_spent(stack) == usage["total_tokens"] + num_untold, "the prompt only once"
 
 
 async def test_a_stream_that_breaks_off_is_charged_as_far_as_it_came() -> None:
