@@ -16,7 +16,7 @@ from tests.gateway.stack import (
     told,
     turn_after,
 )
-from workers.api.errors import KvrelayError, PrefillCheaper
+from workers.api.errors import HandoffDeclined, KvrelayError, NoTime, PrefillCheaper
 from workers.api.fake import render
 from workers.api.schemas import Message, Rates
 
@@ -60,12 +60,16 @@ async def test_the_target_decides_by_cost_what_becomes_of_a_handoff(
     assert (stack.metric("circuit_state", target="large-0/transfer"), fallbacks(stack)) == (0, 0)
 
 
-async def test_a_declined_handoff_is_no_failure(stack: Stack) -> None:
-    """However often: the circuit stays closed, and the next one is asked for."""
-    stack.small.logprob, stack.large.by_cost = -2.0, PrefillCheaper("read them")
+@pytest.mark.parametrize("error", [PrefillCheaper("read them"), NoTime("it would end too late")])
+async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDeclined) -> None:
+    """However often: the circuit stays closed, and the next one is asked for. Too little time is told, as it is where
+    the gateway foresees it."""
+    stack.small.logprob, stack.large.by_cost = -2.0, error
     for number in range(6):
         reply = await stack.chat([{"role": "user", "content": f"{number} {LONG}"}])
-        assert told(reply)["tier"] == "large" and not told(reply)["path"].startswith("fallback")
+        assert told(reply)["tier"] == "large"
+        paths = ("fallback:no_time",) if isinstance(error, NoTime) else ("prefill", "exact")
+        assert told(reply)["path"] in paths
     assert len(stack.large.made("transfer")) == 6
     stack.large.by_cost = None
     assert told(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
