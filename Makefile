@@ -17,7 +17,7 @@ bench: $(STAMP)
 
 test: $(STAMP)
 	@deploy/system-packages
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .
