@@ -17,7 +17,7 @@ bench: $(STAMP)
 
 test: $(STAMP)
 	@deploy/system-packages
-	@$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
+	@$(BIN)/pytest $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

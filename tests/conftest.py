@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -23,11 +22,15 @@ INSTALL_LINES = {
     "unshare": "apt-get install util-linux   (Linux only)",
 }
 
-NO_GPU = "needs a CUDA device"
+_missing = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_missing] = {}
 
 
 @pytest.fixture(scope="session")
-def require_tool() -> Callable[[str], str]:
+def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
     """`require_tool("redis-server")` is the tool's path; without the tool the test is skipped, or fails in CI."""
 
     def require(name: str) -> str:
@@ -35,6 +38,7 @@ def require_tool() -> Callable[[str], str]:
         if path is not None:
             return path
         install = INSTALL_LINES[name]
+        pytestconfig.stash[_missing][name] = install
         if os.environ.get("KVRELAY_REQUIRE") == "all":
             pytest.fail(f"{name} is missing and KVRELAY_REQUIRE=all; install it with: {install}")
         pytest.skip(f"{name} is missing; install it with: {install}")
@@ -42,16 +46,12 @@ def require_tool() -> Callable[[str], str]:
     return require
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where processes share the tests, a file stays together, for its fixtures, and so do those that share a stack."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "e2e" else str(item.path)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu and not _has_gpu():
+        config.stash[_missing][f"{len(for_gpu)} tests marked gpu"] = "run them on a machine with a CUDA device"
         for item in for_gpu:
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _has_gpu() -> bool:
@@ -60,12 +60,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    wanting = {why: n for why, n in reasons.items() if why == NO_GPU or "; install it with: " in why}
-    if not wanting:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    missing = config.stash[_missing]
+    if not missing:
         return
     terminalreporter.section("tests that did not run for want of a tool")
-    for why, count in sorted(wanting.items()):
-        terminalreporter.write_line(f"{count} tests: {why}")
+    for name, install in sorted(missing.items()):
+        terminalreporter.write_line(f"{name}: {install}")
