@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after an orderly end, 2 for a configuration that cannot be used."""
     asked = _arguments().parse_args(argv)
     try:
-        if asked.die_with_parent:
-            server.die_with_parent()
+        if asked.die_with_parent is not None:
+            server.die_with_parent(asked.die_with_parent)
         source = Source(asked.config, partial(_settings, asked))
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
@@ -46,7 +46,14 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="in place of server.host")
     parser.add_argument("--port", type=int, help="in place of server.port; 0 takes a free one")
     parser.add_argument("--ready-file", type=Path, help='written once it listens: {"url", "pid"}')
-    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends (Linux)")
+    parser.add_argument(
+        "--die-with-parent",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PID",
+        help="end when the parent process ends (Linux); PID is its id, in case it has ended already",
+    )
     return parser
 
 

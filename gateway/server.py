@@ -82,13 +82,14 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def die_with_parent() -> None:
-    """Asks the kernel for a SIGTERM when the parent ends. Linux only. Raises `SettingsError` elsewhere."""
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel for a SIGTERM when the parent ends; `parent` is its process id, 0 whoever it is now. Linux only.
+    Raises `SettingsError` elsewhere, and where it has ended already."""
     if sys.platform != "linux":
         raise SettingsError(f"--die-with-parent works on Linux only, not on {sys.platform}")
-    parent = os.getppid()
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before we asked, or before we ran
         raise SettingsError("--die-with-parent: the parent is gone already")
 
 

@@ -18,9 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ Say = Callable[[str], None]
 
 STOP_GRACE_S = 10.0
 POLL_S = 0.1
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROBE_TIMEOUT_S = 1.0
 
 
@@ -65,12 +67,30 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 def stop_on_signals() -> None:
     """SIGINT and SIGTERM raise `KeyboardInterrupt`, so that whatever is open is closed. A shell starts a job in the
     background with SIGINT ignored; this undoes that too."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, _interrupt)
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for the end of the block: one between a child's start and its being noted would leave it
+    running. Threads other than the main one get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def rotate(logs: Sequence[Path]) -> None:
@@ -163,7 +183,8 @@ class Stack:
         try:
             for worker_id in self._settings["workers"]:
                 self.start_worker(worker_id)
-            self.gateway = self._child("gateway", ["gateway", "--config", str(self.config)], self.url)
+            with held_back():
+                self.gateway = self._child("gateway", ["gateway", "--config", str(self.config)], self.url)
         except BaseException:
             self.stop()
             raise
@@ -187,7 +208,8 @@ class Stack:
         """Start one worker, or start it again after it ended."""
         arguments = ["workers", "--config", str(self.config), "--worker", worker_id]
         url = self._settings["workers"][worker_id]["url"]
-        self.workers[worker_id] = self._child(worker_id, arguments, url)
+        with held_back():
+            self.workers[worker_id] = self._child(worker_id, arguments, url)
         return self.workers[worker_id]
 
     def wait_ready(self, say: Say, timeout_s: float = 120.0) -> None:
@@ -224,7 +246,8 @@ class Stack:
                 raise StackError(f"port {port} of {host} is taken; {name} is to listen there ({self.config})")
 
     def _child(self, name: str, arguments: list[str], url: str) -> Child:
-        return Child(name, [*arguments, "--die-with-parent"], url, self._log_of(name), self._environment)
+        arguments = [*arguments, "--die-with-parent", str(os.getpid())]
+        return Child(name, arguments, url, self._log_of(name), self._environment)
 
     def _log_of(self, name: str) -> Path:
         return self.folder / f"{name}.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from gateway.commands.demo import _verdict
-from gateway.commands.stack import Stack, StackError, free_ports
+from gateway.commands.stack import Stack, StackError, free_ports, held_back
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
 
@@ -47,3 +48,15 @@ def test_a_log_begins_anew_with_each_start_and_one_older_is_kept(tmp_path: Path)
         stack.wait_ready(lambda line: None)
     assert log.with_name("w.log.1").read_text() == "the run before\n"
     assert "the run before" not in log.read_text()
+
+
+def test_a_signal_waits_until_a_child_is_noted() -> None:
+    came: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))
+    try:
+        with held_back():
+            signal.raise_signal(signal.SIGTERM)
+            came.append("noted")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == ["noted", "signal"]

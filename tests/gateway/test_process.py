@@ -127,6 +127,16 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stderr.close()
 
 
+def test_it_does_not_begin_without_its_parent(tmp_path: Path) -> None:
+    """A parent that ended before the child could ask for a signal at its end."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    arguments = command(configured(tmp_path), "--die-with-parent", str(ended.pid))
+    child = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 2
+    assert "the parent is gone already" in child.stderr
+
+
 def is_running(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

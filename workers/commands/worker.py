@@ -23,8 +23,8 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after an orderly stop, 2 for settings that cannot be used."""
     options = _parser().parse_args(argv)
-    if options.die_with_parent:
-        _die_with_parent()
+    if options.die_with_parent is not None:
+        _die_with_parent(options.die_with_parent)
     try:
         settings, secret = _settings(options), read_secret()
         from workers.process import serve  # loads torch
@@ -47,7 +47,14 @@ def _parser() -> argparse.ArgumentParser:
         "--peer", action="append", default=[], type=_peer, metavar="ID=URL", help="another worker; may be repeated"
     )
     parser.add_argument("--ready-file", type=Path, help='written when ready: {"url": ..., "pid": ...}')
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the starting process ends (Linux)")
+    parser.add_argument(
+        "--die-with-parent",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PID",
+        help="stop when the starting process ends (Linux); PID is its id, in case it has ended already",
+    )
     return parser
 
 
@@ -64,9 +71,9 @@ def _settings(options: argparse.Namespace) -> WorkerSettings:
     return settings.model_copy(update=given)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when the one that started it ends."""
-    parent = os.getppid()
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when `parent`, which started it, ends (0: whoever it is now)."""
+    parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:

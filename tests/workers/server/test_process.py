@@ -189,6 +189,15 @@ async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable
     assert not segments()
 
 
+def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> None:
+    """One that ended before the worker could ask for a signal at its end."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    worker = start("proc-small", "--die-with-parent", str(ended.pid))
+    assert worker.popen.wait(START_S) == 1
+    assert "the starting process has ended" in worker.log.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "says"),
     [
