@@ -19,6 +19,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
+from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments().parse_args(argv)
     try:
         if asked.die_with_parent is not None:
-            server.die_with_parent(asked.die_with_parent)
+            die_with_parent(asked.die_with_parent)
         source = Source(asked.config, partial(_settings, asked))
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         listener = server.bind(settings)
-    except SettingsError as error:
-        sys.stderr.write(f"gateway: {error.message}\n")
+    except (SettingsError, CannotFollow) as error:
+        sys.stderr.write(f"gateway: {error}\n")
         return 2
     _log_to_stderr()
     with listener:
@@ -46,14 +47,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="in place of server.host")
     parser.add_argument("--port", type=int, help="in place of server.port; 0 takes a free one")
     parser.add_argument("--ready-file", type=Path, help='written once it listens: {"url", "pid"}')
-    parser.add_argument(
-        "--die-with-parent",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PID",
-        help="end when the parent process ends (Linux); PID is its id, in case it has ended already",
-    )
+    add_parent_option(parser)
     return parser
 
 

@@ -8,12 +8,10 @@ configuration is read anew.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -26,8 +24,6 @@ from gateway.errors import SettingsError
 from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
-
-PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger()
 
@@ -80,17 +76,6 @@ def bind(settings: Settings) -> socket.socket:
         listener.close()
         raise SettingsError(f"server: cannot listen on {host} port {port}: {error}") from error
     return listener
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel for a SIGTERM when the parent ends; `parent` is its process id, 0 whoever it is now. Linux only.
-    Raises `SettingsError` elsewhere, and where it has ended already."""
-    if sys.platform != "linux":
-        raise SettingsError(f"--die-with-parent works on Linux only, not on {sys.platform}")
-    parent = parent or os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked, or before we ran
-        raise SettingsError("--die-with-parent: the parent is gone already")
 
 
 def _url(listener: socket.socket) -> str:

@@ -8,23 +8,19 @@ The cluster secret is read from the file that KVRELAY_SECRET_FILE names.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from workers.api.parent import CannotFollow, ParentGone, add_parent_option, die_with_parent
 from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after an orderly stop, 2 for settings that cannot be used."""
     options = _parser().parse_args(argv)
     if options.die_with_parent is not None:
-        _die_with_parent(options.die_with_parent)
+        _follow(options.die_with_parent)
     try:
         settings, secret = _settings(options), read_secret()
         from workers.process import serve  # loads torch
@@ -47,14 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peer", action="append", default=[], type=_peer, metavar="ID=URL", help="another worker; may be repeated"
     )
     parser.add_argument("--ready-file", type=Path, help='written when ready: {"url": ..., "pid": ...}')
-    parser.add_argument(
-        "--die-with-parent",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="PID",
-        help="stop when the starting process ends (Linux); PID is its id, in case it has ended already",
-    )
+    add_parent_option(parser)
     return parser
 
 
@@ -71,10 +60,10 @@ def _settings(options: argparse.Namespace) -> WorkerSettings:
     return settings.model_copy(update=given)
 
 
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when `parent`, which started it, ends (0: whoever it is now)."""
-    parent = parent or os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
+def _follow(parent: int) -> None:
+    try:
+        die_with_parent(parent)
+    except ParentGone:
         sys.exit("kvrelay worker: the starting process has ended")
+    except CannotFollow as error:
+        sys.exit(f"kvrelay worker: {error}")
