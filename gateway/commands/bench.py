@@ -28,6 +28,7 @@ import httpx
 from gateway.commands import family
 from gateway.commands.client import Answer, RequestFailed, chat
 from gateway.commands.documents import Documents
+from gateway.commands.files import add_json_option, write_json
 from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
@@ -61,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     parser.add_argument("--lengths", type=_lengths, default=_lengths("512,1024,2048,4096"), metavar="N,N,...")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the medians to FILE")
+    add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     stop_on_signals()
     try:
         report = _run(options.family, options.lengths, options.repeats)
@@ -74,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.json, report)
     print(_table(report))
     return 0
 

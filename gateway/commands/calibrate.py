@@ -7,12 +7,12 @@ other half tells what it is worth. LOG holds JSON lines {"confidence": -0.4, "ag
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.files import add_json_option, write_json
 from gateway.commands.table import render
 from gateway.logs.calibration import (
     Isotonic,
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fit, held_out = halves(answers)
     threshold = _threshold(asked, fit)
     told = _told(threshold, fit, held_out, asked.small_cost)
-    if asked.json:
-        asked.json.write_text(json.dumps(told, indent=2) + "\n")
+    write_json(asked.json, told)
     if asked.plot:
         asked.plot.write_text(steps(Isotonic.fit(fit), threshold))
     print(_report(told))
@@ -55,7 +54,7 @@ def _arguments() -> argparse.ArgumentParser:
     goal.add_argument("--max-escalations", type=_share, metavar="SHARE", help="escalate at most so many, 0 to 1")
     goal.add_argument("--min-agreement", type=_share, metavar="SHARE", help="be as good as the large model so often")
     parser.add_argument("--small-cost", type=_share, default=DEFAULT_COST, help="of the large model's (default: 0.2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE as JSON")
+    add_json_option(parser, "the result")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw agreement over confidence, as SVG")
     return parser
 

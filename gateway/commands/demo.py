@@ -6,7 +6,6 @@ Exit status 1 when a turn fell back to a full prefill, 2 when the stack did not 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 from gateway.commands import family
 from gateway.commands.client import RequestFailed, chat
 from gateway.commands.conversation import HANDBOOK, TURNS, Turn
+from gateway.commands.files import add_json_option, write_json
 from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
@@ -28,10 +28,8 @@ HANDED_OVER = ("mapped", "hybrid")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvrelay demo", description=__doc__)
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as JSON")
+    add_json_option(parser, "the table")
     options = parser.parse_args(argv)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     stop_on_signals()
     try:
         turns = _run(options.family)
@@ -41,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    if options.json:
-        options.json.write_text(json.dumps({"turns": turns}, indent=2) + "\n")
+    write_json(options.json, {"turns": turns})
     print(_table(turns))
     return _verdict(turns)
 

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from gateway.commands import family
+from gateway.commands.files import add_json_option, write_json
 from gateway.commands.stack import port_is_free
 from gateway.commands.table import render
 from gateway.errors import SettingsError
@@ -67,14 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="default: ./kvrelay.yaml, else that of the last `kvrelay up`")
     parser.add_argument("--constraints", type=Path, help="default: constraints.txt beside the source, if there is one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE too")
+    add_json_option(parser, "the findings")
     options = parser.parse_args(argv)
     findings = list(examine(options.config or _nearest_config(), options.constraints or _nearest_constraints()))
     wrong = any(finding.status == "wrong" for finding in findings)
     print(_told(findings))
-    if options.json:
-        content = {"ok": not wrong, "findings": [asdict(finding) for finding in findings]}
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
     return int(wrong)
 
 

@@ -7,12 +7,12 @@ report shows no text of them unless asked to by --show-text.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.files import add_json_option, write_json
 from gateway.commands.table import render
 from gateway.logs.lines import LogUnusable
 from gateway.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvrelay prefixes: {error}", file=sys.stderr)
         return 2
     told = _told(prompts, asked)
-    if asked.json:
-        asked.json.write_text(json.dumps(told, indent=2) + "\n")
+    write_json(asked.json, told)
     print(_report(told))
     return 0
 
@@ -42,7 +41,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-rate", type=_positive, metavar="N", help="tokens a second that your model reads")
     parser.add_argument("--chars-per-token", type=_positive, default=4.0, metavar="N", help="default: 4")
     parser.add_argument("--show-text", action="store_true", help="show how the top prefixes begin")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE as JSON")
+    add_json_option(parser, "the report")
     return parser
 
 
