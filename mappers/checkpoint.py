@@ -6,8 +6,6 @@ One file, replaced as a whole: it is the old state or the new one, never a part 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,13 +109,12 @@ class Checkpoint:
         """Replace what the file holds."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         facts = json.dumps({"settings": self._settings, **saved.facts})
-        descriptor, scratch = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        os.close(descriptor)
+        scratch = self.path.with_name(f"{self.path.name}.new")  # one name: a kill leaves one file at most
         try:
             save_file(dict(saved.tensors), scratch, {"kvrelay": facts})
-            os.replace(scratch, self.path)
+            scratch.replace(self.path)
         finally:
-            Path(scratch).unlink(missing_ok=True)
+            scratch.unlink(missing_ok=True)
         self._saved_at = time.monotonic()
 
     def clear(self) -> None:
