@@ -80,10 +80,13 @@ class Saved:
 
 
 class Checkpoint:
-    """A file that holds a fit's statistics. `settings` are those of the fit: a file of other ones is refused."""
+    """A file that holds a fit's statistics, to the last document if it is to be kept (`keep`).
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], every_s: float = EVERY_S):
-        self.path, self._every_s = Path(path), every_s
+    `settings` are those of the fit: a file of other ones is refused.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], every_s: float = EVERY_S, keep: bool = False):
+        self.path, self.keep, self._every_s = Path(path), keep, every_s
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._saved_at = time.monotonic()
 
@@ -116,10 +119,6 @@ class Checkpoint:
         finally:
             scratch.unlink(missing_ok=True)
         self._saved_at = time.monotonic()
-
-    def clear(self) -> None:
-        """The fit is done; nothing to go on from."""
-        self.path.unlink(missing_ok=True)
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
         for name in sorted(self._settings.keys() | theirs.keys()):

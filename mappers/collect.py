@@ -18,7 +18,7 @@ from torch import Tensor
 from mappers.attention import watched
 from mappers.cache import KVCache, KVGeometry
 from mappers.checkpoint import Checkpoint, Saved
-from mappers.errors import CalibrationTooSmall
+from mappers.errors import CalibrationTooSmall, CheckpointMismatch
 from mappers.exact import CopyFinder, Target
 from mappers.hidden import check_projections, listened, projections
 from mappers.manifest import KINDS, Kind
@@ -136,7 +136,7 @@ def collect(
 ) -> Collected:
     """Read documents, up to `max_tokens` tokens, with source and target.
 
-    What a `checkpoint` holds is not read again. Raises `CheckpointMismatch` if it holds other documents.
+    What a `checkpoint` holds is not read again. Raises `CheckpointMismatch` if that is other documents, or more tokens.
     """
     # 1. Where an earlier run was stopped.
     longest = min(MAX_DOCUMENT_TOKENS, *(context_of(model.config) for model in models))
@@ -147,6 +147,8 @@ def collect(
         collector.restore(saved)
         stream.skip(saved.num_documents)
         saved.check_documents(stream.digest)
+        if max_tokens is not None and saved.num_tokens - stream.num_last >= max_tokens:
+            raise CheckpointMismatch(f"the checkpoint holds {saved.num_tokens} tokens, more than {max_tokens}")
     # 2. Every document adds to the statistics.
     while max_tokens is None or collector.num_tokens < max_tokens:
         ids = stream.next()
@@ -157,6 +159,8 @@ def collect(
             progress(collector.num_tokens, max_tokens)
         if checkpoint and checkpoint.due:
             checkpoint.save(collector.saved(stream.digest))
+    if checkpoint and checkpoint.keep and collector.num_documents > (saved.num_documents if saved else 0):
+        checkpoint.save(collector.saved(stream.digest))
     # 3. What looked like a copy must have been one throughout.
     collector.finder.confirm()
     if not collector.num_documents:
@@ -182,12 +186,12 @@ def planned_bytes(source: KVGeometry, target: KVGeometry, reading: Reading, hidd
 
 
 class _Stream:
-    """The usable documents, one after another, cut to `longest` tokens."""
+    """The usable documents, one after another, cut to `longest` tokens; the last one had `num_last`."""
 
     def __init__(self, documents: Iterable[Sequence[int]], head: int, longest: int):
         self._rest: Iterator[list[int]] = (list(ids[:longest]) for ids in documents if len(ids) > head + 1)
         self._digest = hashlib.sha256()
-        self._num_read = 0
+        self._num_read = self.num_last = 0
         self.sample: list[list[int]] = []
 
     @property
@@ -202,7 +206,7 @@ class _Stream:
         self._digest.update(len(ids).to_bytes(4, "little") + b"".join(i.to_bytes(4, "little") for i in ids))
         if is_held_out(self._num_read) and len(self.sample) < SAMPLE_DOCUMENTS:
             self.sample.append(ids[:SAMPLE_TOKENS])
-        self._num_read += 1
+        self._num_read, self.num_last = self._num_read + 1, len(ids)
         return ids
 
     def skip(self, num_documents: int) -> None:

@@ -56,6 +56,7 @@ def fit(
     device: str = "cpu",
     checkpoint: str | Path | None = None,
     checkpoint_s: float = EVERY_S,
+    keep: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
     **options: Any,
@@ -68,8 +69,9 @@ def fit(
     passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
     much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
     is held out to choose by.
-    `checkpoint` is a file that is written every `checkpoint_s` seconds and removed at the end; a fit that finds one
-    goes on from there. Raises `MapperError`s: see `mappers.errors`.
+    `checkpoint` is a file of statistics that is written every `checkpoint_s` seconds, and at the end if it is for
+    keeps (`keep`). A fit that finds one of the same models, documents and features goes on from there, by another
+    method or to more tokens as well; it is the caller's to remove. Raises `MapperError`s: see `mappers.errors`.
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
@@ -91,7 +93,7 @@ def fit(
     file = None
     if checkpoint:
         pair = {"source": cards[0].fingerprint, "target": cards[1].fingerprint}
-        file = Checkpoint(checkpoint, {**pair, **asdict(reading), "tokens": tokens}, checkpoint_s)
+        file = Checkpoint(checkpoint, {**pair, **asdict(reading)}, checkpoint_s, keep)
     collected = collect(models, ropes, documents, reading, max_tokens=tokens, progress=progress, checkpoint=file)
     # 4. A choice of source layers and weights for every target layer.
     judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
@@ -127,10 +129,7 @@ def fit(
         licence=licence,
     )
     probes = {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    mapper = seal(manifest, {**weights, **probes}, device)
-    if file:
-        file.clear()
-    return mapper
+    return seal(manifest, {**weights, **probes}, device)
 
 
 def tool_version() -> str:

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         pair, out = _resolve(options)
         say(_plan(pair, options))
+        checkpoint = _checkpoint(out, options)
         mapper = fit(
             pair.source,
             pair.target,
@@ -50,14 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             data=f"{pair.corpus}, split calibrate",
             gate=_gate(options),
             device=options.device,
-            checkpoint=None if options.no_checkpoint else _checkpoint(out),
+            checkpoint=checkpoint,
             checkpoint_s=60 * options.checkpoint_minutes,
+            keep=options.statistics is not None,
             progress=Meter("tokens"),
             say=say,
             **({} if options.rank is None else {"rank": options.rank}),
         )
         print(_described(save(mapper, out).manifest))
         print(f"written to {out}")
+        if checkpoint and not options.statistics:
+            checkpoint.unlink(missing_ok=True)
     except MapperError as error:
         print(f"kvrelay fit: {error}", file=sys.stderr)
         return 1
@@ -95,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
         help="how often what was read is saved beside --out, so that a killed fit can go on (default %(default)s)",
     )
     parser.add_argument("--no-checkpoint", action="store_true", help="neither save what was read, nor go on from it")
+    parser.add_argument(
+        "--statistics",
+        metavar="FILE",
+        help="keep what was read in this file and go on from it, so that another method costs no reading",
+    )
     parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
     parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
     return parser
@@ -124,9 +133,11 @@ def _plan(pair: Pair, options: argparse.Namespace) -> str:
     )
 
 
-def _checkpoint(out: str) -> Path:
+def _checkpoint(out: str, options: argparse.Namespace) -> Path | None:
+    if options.no_checkpoint and not options.statistics:
+        return None
     path = Path(out).absolute()
-    file = path.with_name(f".{path.name}.partial")
+    file = Path(options.statistics or path.with_name(f".{path.name}.partial"))
     if file.exists():
         say(f"going on from {file}; remove it to begin anew")
     return file
