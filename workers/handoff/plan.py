@@ -118,13 +118,19 @@ def _check_ticket(request: TransferRequest, ticket: Ticket) -> None:
             "evaluation covers them; a source must be exact",
             param="cache_id",
         )
+    check_tokens(ticket, request.tenant_salt)
+
+
+def check_tokens(ticket: Ticket, tenant_salt: str) -> None:
+    """The ticket must be whole, and for exactly its tokens under this tenant's salt. Raises `TransferFailed`,
+    `CacheMismatch`."""
     needed = blocks_for(ticket.num_tokens, max(ticket.layout.block_tokens, 1))
     if not len(ticket.blocks) == len(ticket.generations) == needed or len(ticket.token_ids) != ticket.num_tokens:
         raise TransferFailed(
             f"the ticket has {len(ticket.blocks)} blocks, {len(ticket.generations)} generations and "
             f"{len(ticket.token_ids)} token ids; {ticket.num_tokens} tokens take {needed} blocks"
         )
-    if token_digest(ticket.token_ids, request.tenant_salt) != ticket.digest:
+    if token_digest(ticket.token_ids, tenant_salt) != ticket.digest:
         raise CacheMismatch(
             f"the digest of {ticket.cache_id} is not that of its tokens under this tenant's salt", param="tenant_salt"
         )
