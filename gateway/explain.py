@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway import asks, handoff
-from gateway.cascade import Cascade
+from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
 from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn
@@ -17,17 +17,17 @@ from workers.api.errors import KvrelayError
 TOKENIZE_S = 2.0
 
 
-async def explain(cascade: Cascade, turn: Turn, settings: Settings) -> dict[str, Any]:
+async def explain(course: Course, turn: Turn, settings: Settings) -> dict[str, Any]:
     """The decision, what the registry knows, and what an escalation would do and take.
 
     `would_escalate` is null where an answer would have to be judged first. `escalation` says what the target would
     answer from (`own_exact`, `own_mapped`, `handoff`, `full_prefill`) and why; null where there is none to come.
     Counts and milliseconds are null where no worker could say how many tokens the prompt has.
     """
-    await cascade.look_up()
-    decision = cascade.decision
+    await course.look_up()
+    decision = course.decision
     would_escalate = {"answer": False, "escalate": True, "cascade": None}[decision.route]
-    num_tokens = await _count(cascade, turn)
+    num_tokens = await _count(course, turn)
     told: dict[str, Any] = {
         "route": decision.route,
         "tier": decision.tier,
@@ -38,21 +38,21 @@ async def explain(cascade: Cascade, turn: Turn, settings: Settings) -> dict[str,
         "num_messages": len(turn.messages),
         "stable_messages": turn.num_stable,
         "num_tokens": num_tokens,
-        "prefix": {name: _prefix(turn, name) for name in (cascade.small.name, cascade.target.name)},
+        "prefix": {name: _prefix(turn, name) for name in (course.small.name, course.target.name)},
         "would_escalate": would_escalate,
         "would_transfer": False,
         "escalation": None,
         "predicted_ms": {"small_prefill": None, "full_prefill": None, "handoff": None},
     }
-    return told | (_predicted(cascade, turn, settings, num_tokens) if num_tokens else {})
+    return told | (_predicted(course, turn, settings, num_tokens) if num_tokens else {})
 
 
-def _predicted(cascade: Cascade, turn: Turn, settings: Settings, num_tokens: int) -> dict[str, Any]:
-    small, target = _likely(cascade.small), _likely(cascade.target)
+def _predicted(course: Course, turn: Turn, settings: Settings, num_tokens: int) -> dict[str, Any]:
+    small, target = _likely(course.small), _likely(course.target)
     rates = Rates(target.prefill_tokens_per_s, target.map_tokens_per_s)
-    plan = _plan(cascade, turn, settings, num_tokens, rates)
+    plan = _plan(course, turn, settings, num_tokens, rates)
     predicted = {
-        "small_prefill": _unread(cascade, turn, num_tokens) / small.prefill_tokens_per_s * 1000,
+        "small_prefill": _unread(course, turn, num_tokens) / small.prefill_tokens_per_s * 1000,
         "full_prefill": rates.full_prefill_s(num_tokens) * 1000,
         "handoff": rates.handoff_s(num_tokens, plan.num_tokens) * 1000 if isinstance(plan, Transfer) else None,
     }
@@ -63,25 +63,25 @@ def _predicted(cascade: Cascade, turn: Turn, settings: Settings, num_tokens: int
     }
 
 
-def _unread(cascade: Cascade, turn: Turn, num_tokens: int) -> int:
+def _unread(course: Course, turn: Turn, num_tokens: int) -> int:
     """What the small model would have to read; nothing where it is not asked."""
-    if cascade.decision.route == "answer" and cascade.target is not cascade.small:
+    if course.decision.route == "answer" and course.target is not course.small:
         return 0
-    known = turn.known.get(cascade.small.name)
+    known = turn.known.get(course.small.name)
     best = known.best(exact_only=True) if known else None
     return max(0, num_tokens - (best.entry.num_tokens if best else 0))
 
 
-def _plan(cascade: Cascade, turn: Turn, settings: Settings, num_tokens: int, rates: Rates) -> Plan | None:
+def _plan(course: Course, turn: Turn, settings: Settings, num_tokens: int, rates: Rates) -> Plan | None:
     """What an escalation would do; None where there would be none."""
-    if cascade.decision.route == "answer":
+    if course.decision.route == "answer":
         return None
     if not turn.may_map:
         return Prefill("exact" if turn.stores else "no_cache", failed=False)
-    own = turn.known[cascade.target.name].found
+    own = turn.known[course.target.name].found
     times = settings.deadlines
     plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, times)
-    if isinstance(plan, Transfer) and not _have_bundle(_likely(cascade.small), _likely(cascade.target)):
+    if isinstance(plan, Transfer) and not _have_bundle(_likely(course.small), _likely(course.target)):
         return Prefill("no_bundle", failed=True)
     return plan
 
@@ -125,11 +125,11 @@ def _prefix(turn: Turn, tier: str) -> dict[str, Any] | None:
     }
 
 
-async def _count(cascade: Cascade, turn: Turn) -> int | None:
+async def _count(course: Course, turn: Turn) -> int | None:
     """The prompt's tokens, as a worker counts them: the gateway never guesses."""
     by = Deadline.after(TOKENIZE_S).earlier(turn.deadline)
     try:
-        worker: Worker = cascade.small.pick()
+        worker: Worker = course.small.pick()
         reply = await by.bound("tokenize", worker.client.tokenize(asks.tokenize(turn), timeout_s=by.remaining_s))
     except KvrelayError:
         return None

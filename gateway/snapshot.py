@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import httpx
 
 from gateway import registry
-from gateway.cascade import Parts
+from gateway.course import Parts
 from gateway.errors import SettingsError
 from gateway.fleet import Fleet
 from gateway.limits import Shares

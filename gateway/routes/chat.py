@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from gateway.cascade import Cascade
 from gateway.connection import EventStream, HangUp, Pump, read_body
+from gateway.course import choose
 from gateway.deadline import Deadline
 from gateway.errors import ClientDisconnected
 from gateway.explain import explain
@@ -36,7 +37,7 @@ async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
     cascade = Cascade(snapshot.parts, turn)
     if turn.request.kvrelay.explain:
-        turn.report.explained = await explain(cascade, turn, snapshot.settings)
+        turn.report.explained = await explain(cascade.course, turn, snapshot.settings)
     hang_up = HangUp(request.receive)
     try:
         return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
@@ -80,7 +81,7 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
-    return json_reply(await explain(Cascade(snapshot.parts, turn), turn, snapshot.settings))
+    return json_reply(await explain(choose(snapshot.parts, turn), turn, snapshot.settings))
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:

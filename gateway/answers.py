@@ -1,0 +1,74 @@
+"""The answers that workers were asked for in the course of one request, told or not."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from gateway import asks
+from gateway.audit import cache_access
+from gateway.course import Course
+from gateway.deadline import Deadline
+from gateway.worker import Stream, Worker
+from workers.api.schemas import ChatRequest, CompletionRequest
+
+BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
+
+
+class Answers:
+    """Opens them; leaving it hangs up on whatever worker is still at one."""
+
+    def __init__(self, course: Course):
+        self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
+        self._course = course
+        self._streams: list[Stream] = []
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._opened.aclose()
+
+    async def open(
+        self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
+    ) -> Stream:
+        """Under way, with its first content there."""
+        course = self._course
+        policy, settings = course.policy if judged else None, course.parts.settings.handoff
+        # A tier that answers alone answers natively, whatever the registry says of the cache.
+        native = course.is_answered_alone
+        request = asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=native)
+        if cache_id is not None:
+            cache_access(course.turn, "read", worker=worker.id, cache_id=cache_id)
+        with course.turn.upstream(self.phase(worker)):
+            return await self._noted(worker, request, first_by, course.turn.deadline)
+
+    async def ask_about(self, stream: Stream, question: str, by: Deadline) -> Stream:
+        """What the worker of an answer that is whole says about it, in one token."""
+        num_top = self._course.policy.num_top_logprobs
+        request = asks.follow_up(self._course.turn, stream.answer, question, num_top, by)
+        return await self._noted(stream.worker, request, by, by)
+
+    async def _noted(
+        self, worker: Worker, request: ChatRequest | CompletionRequest, first_by: Deadline, deadline: Deadline
+    ) -> Stream:
+        stream = await worker.open_answer(request, first_by=first_by, deadline=deadline)
+        self._streams.append(stream)
+        self._opened.push_async_callback(stream.aclose)
+        return stream
+
+    def phase(self, worker: Worker) -> str:
+        return "small_answer" if worker.tier == self._course.small.name else "large_answer"
+
+    @property
+    def num_tokens(self) -> int:
+        """What the turn has cost, however it ended: the prompt once, and all that was written for it, told or not."""
+        answers = [stream.answer for stream in self._streams]
+        num_read = max([self.num_read, *(answer.num_prompt_tokens for answer in answers)])
+        if answers and not num_read:
+            num_read = self._course.turn.unread_bytes(0) // BYTES_PER_TOKEN
+        return num_read + sum(answer.num_written for answer in answers)

@@ -1,0 +1,60 @@
+"""Which way a request goes, decided before any model runs, over what all requests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway import routing
+from gateway.fleet import Fleet, Tier
+from gateway.limits import Shares
+from gateway.metrics import Metrics
+from gateway.policies import Decision, Policy
+from gateway.prefixes import Prefixes
+from gateway.quotas import Quotas
+from gateway.settings import Settings
+from gateway.turn import Turn
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all requests share."""
+
+    settings: Settings
+    fleet: Fleet
+    prefixes: Prefixes
+    metrics: Metrics
+    shares: Shares
+    quotas: Quotas
+
+
+@dataclass(frozen=True)
+class Course:
+    """One request's: `small` is the first tier that may be asked, `target` the one that answers if that will not do,
+    `policy` the one that judges."""
+
+    parts: Parts
+    turn: Turn
+    policy: Policy
+    decision: Decision
+    small: Tier
+    target: Tier
+
+    @property
+    def is_answered_alone(self) -> bool:
+        """By the target, whatever comes: natively, and by nobody in its place."""
+        return self.decision.route == "answer"
+
+    async def look_up(self) -> None:
+        """What the registry knows of this prompt, for every tier that may be asked."""
+        if self.turn.stores:
+            alone = self.is_answered_alone or self.small is self.target
+            await self.parts.prefixes.look_up(self.turn, [self.target] if alone else [self.small, self.target])
+
+
+def choose(parts: Parts, turn: Turn) -> Course:
+    """Raises `InvalidRequest`, `ModelNotFound` or `PermissionDenied` for a request that cannot be routed."""
+    asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
+    chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
+    policy, decision = chosen.select(asked), routing.decide(turn, asked, chosen, parts.fleet, tiers)
+    turn.report.decided(decision)
+    return Course(parts, turn, policy, decision, parts.fleet.tiers[tiers[0]], parts.fleet.tiers[decision.tier])

@@ -1,0 +1,66 @@
+"""The small model reads the prompt, and answers from the cache of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway import asks
+from gateway.answers import Answers
+from gateway.audit import cache_access
+from gateway.course import Course
+from gateway.deadline import Deadline
+from gateway.turn import Found
+from gateway.worker import Stream, Worker
+from workers.api.errors import CacheUnusable
+
+
+@dataclass(frozen=True)
+class Read:
+    """The small model's cache of the whole prompt; `found` in the registry, or just read (then `cached_tokens` of it
+    were there before)."""
+
+    worker: Worker
+    cache_id: str
+    num_tokens: int
+    found: Found | None = None
+    cached_tokens: int = 0
+
+
+class Reader:
+    def __init__(self, course: Course, answers: Answers):
+        self._course = course
+        self._turn = course.turn
+        self._prefixes = course.parts.prefixes
+        self._answers = answers
+
+    async def answer(self, by: Deadline) -> tuple[Read | None, Stream]:
+        """The small model's answer under way, to be judged; and the cache that it answers from."""
+        if not self._turn.stores:
+            return None, await self._answers.open(self._course.small.pick(), by, judged=True)
+        read = await self.read(by)
+        try:
+            stream = await self._answers.open(read.worker, by, cache_id=read.cache_id, judged=True)
+            self._turn.report.path = "exact" if read.found or read.cached_tokens else "prefill"
+            return read, stream
+        except CacheUnusable:
+            if read.found is None:
+                raise
+            await self._prefixes.forget(self._turn, self._course.small.name, read.found)
+        return await self.answer(by)  # evicted, or lost in a restart: a miss
+
+    async def read(self, by: Deadline) -> Read:
+        """The whole prompt in a small worker's cache: found there, or read now and filed."""
+        turn, small = self._turn, self._course.small
+        known = turn.known[small.name]
+        whole, nearest = known.whole, known.best(exact_only=True)
+        if whole is not None and small.workers[whole.entry.worker].is_usable:
+            self._answers.num_read = whole.entry.num_tokens
+            return Read(small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
+        with turn.upstream("small_prefill"):
+            worker = small.pick(preferred=nearest.entry.worker if nearest else None)
+            reply = await worker.prefill(asks.prefill(turn, self._course.parts.settings.handoff, by), by)
+        self._answers.num_read = reply.num_tokens
+        turn.report.small_read(reply)
+        cache_access(turn, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
+        await self._prefixes.file_prompt(turn, small.name, worker.id, reply)
+        return Read(worker, reply.cache_id, reply.num_tokens, cached_tokens=reply.cached_tokens)
