@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.reference import Reference
 from tests.e2e.running import NEVER_LOOKS, NUM_TOKENS, Client, Cluster, Reply, running, settings_of
 from tests.e2e.talks import Talk
 from workers.families import Family
 from workers.families.tiny import family as tiny_family
+from workers.reference import Reference
 
 
 class Right(Protocol):
@@ -52,11 +52,9 @@ def right(reference: Reference) -> Right:
     """Mapped answers equal the offline replay, all others the native answer of the model that gave them."""
 
     def assert_right(reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None:
-        if reply.path in ("mapped", "hybrid"):
-            expected = reference.handed_over(talk, reply.told["mapped_tokens"], num_tokens)
-        else:
-            expected = reference.native(reply.told["tier"], talk, num_tokens)
-        reference.assert_right(reply.body, expected)
+        num_mapped = reply.told["mapped_tokens"] if reply.path in ("mapped", "hybrid") else 0
+        expected = reference.expected(reply.told["tier"], talk, num_mapped, num_tokens)
+        reference.check(reply.body, expected)
 
     return assert_right
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.e2e.reference import TAIL
 from tests.e2e.running import NUM_TOKENS, Cluster
 from tests.e2e.talks import Talk
+from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
 from workers.api.schemas import (
     ChatRequest,
     KVTransferParams,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Right
-from tests.e2e.reference import Reference
 from tests.e2e.running import NUM_TOKENS, Cluster, request
 from tests.e2e.talks import talk
+from workers.reference import Reference
 
 CONTEXT = 8192  # of both models
 GOOD = [{"role": "user", "content": "Who goes there?"}]

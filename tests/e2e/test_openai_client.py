@@ -10,9 +10,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.e2e.reference import HEAD, TAIL, Reference
 from tests.e2e.running import NUM_TOKENS, Cluster
 from tests.e2e.talks import Talk, carried_on, talk
+from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
+from workers.reference import HEAD, Reference
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def escalated(options: dict[str, Any] | None = None) -> dict[str, Any]:
 def test_a_completion(client: OpenAI, reference: Reference) -> None:
     asked = talk("Antonio")
     reply = ask(client, asked, model="large")
-    reference.assert_right(reply.model_dump(), reference.native("large", asked, NUM_TOKENS))
+    reference.check(reply.model_dump(), reference.native("large", asked, NUM_TOKENS))
     num_prompt = len(reference.prompt(asked))
     assert (reply.object, reply.model) == ("chat.completion", "tiny-large")
     assert reply.usage.prompt_tokens == num_prompt
@@ -57,7 +58,7 @@ def test_a_stream(client: OpenAI, reference: Reference) -> None:
     last = chunks[-1]
     num_handed = len(reference.prompt(asked)) - TAIL
     assert (last.kvrelay["path"], last.kvrelay["mapped_tokens"]) == ("mapped", num_handed - HEAD)
-    reference.assert_right({"choices": [choice]}, reference.handed_over(asked, num_handed - HEAD, NUM_TOKENS))
+    reference.check({"choices": [choice]}, reference.handed_over(asked, num_handed - HEAD, NUM_TOKENS))
     assert last.choices == [] and last.usage.prompt_tokens == len(reference.prompt(asked))
     assert last.usage.prompt_tokens_details.cached_tokens == 0, "mapped tokens are no exact hits"
     (reason,) = (choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason)

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.conftest import Right
-from tests.e2e.reference import HEAD, TAIL, Reference, differ
 from tests.e2e.running import CONTENT, NUM_TOKENS, Cluster, Reply
 from tests.e2e.talks import Talk, carried_on, talk
+from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
+from workers.reference import HEAD, Reference, differ
 
 
 def test_a_forced_escalation_is_the_replay(cluster: Cluster, reference: Reference, right: Right) -> None:

@@ -1,0 +1,162 @@
+"""What a right answer is, by plain transformers: over the native cache, and over the offline replay of a handoff.
+
+    python -m workers.reference --small MODEL --large MODEL --bundle BUNDLE --threads N
+
+reads a question a line from standard input, as JSON: `{"tier", "messages", "mapped_tokens", "max_tokens", "body"}`, the
+body of a greedy chat completion with log-probabilities, and answers `{"wrong": null}` or `{"wrong": "what is"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import mappers
+from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
+
+Talk = list[dict[str, Any]]
+
+TIE = 1e-4  # of log-probability: two tokens so close may come either way round
+LOGPROB_TOLERANCE = 2e-3
+
+
+class WrongAnswer(Exception):
+    """An answer is not the right one; the message says where it first differs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy step: the likeliest token and the next one, with their log-probabilities."""
+
+    id: int
+    token: str
+    logprob: float
+    second: str
+    second_logprob: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.logprob - self.second_logprob < TIE
+
+
+class Reference:
+    """The models of each tier as plain transformers runs them, and the bundle between `small` and `large`."""
+
+    def __init__(self, folders: Mapping[str, Path], bundle: Path):
+        self.tokenizer = AutoTokenizer.from_pretrained(folders["small"])
+        self.models = {tier: _load(folder) for tier, folder in folders.items()}
+        self.mapper = mappers.load(bundle)
+
+    def prompt(self, talk: Talk) -> list[int]:
+        text = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def expected(self, tier: str, talk: Talk, num_mapped: int, max_tokens: int) -> list[Step]:
+        """The right answer of a tier that was told to have `num_mapped` tokens from a mapper in its cache."""
+        return self.handed_over(talk, num_mapped, max_tokens) if num_mapped else self.native(tier, talk, max_tokens)
+
+    def native(self, tier: str, talk: Talk, max_tokens: int) -> list[Step]:
+        """The model reads everything itself."""
+        return self._greedy(tier, self.prompt(talk), DynamicCache(), max_tokens)
+
+    def handed_over(self, talk: Talk, num_mapped: int, max_tokens: int) -> list[Step]:
+        """The large model over the small one's cache: head native, `num_mapped` tokens mapped, the rest native."""
+        ids, cache = self.prompt(talk), DynamicCache()
+        handed = mappers.replay(
+            self.mapper, self.models["small"], self.models["large"], ids, HEAD + num_mapped, head=HEAD
+        )
+        for layer, (keys, values) in enumerate(zip(handed.keys, handed.values, strict=True)):
+            cache.update(keys[None], values[None], layer)
+        return self._greedy("large", ids, cache, max_tokens)
+
+    def check(self, body: dict[str, Any], expected: Sequence[Step]) -> None:
+        """Raises `WrongAnswer` unless tokens, log-probabilities and text of a chat completion are the expected ones,
+        up to a tie."""
+        choice = body["choices"][0]
+        told = choice["logprobs"]["content"]
+        tokens = [one["token"] for one in told]
+        for position, (got, step) in enumerate(zip(told, expected, strict=False)):
+            if step.is_tie and got["token"] == step.second:
+                return  # from here on the two are different answers, and both right
+            where = f"token {position} of {tokens}"
+            if got["token"] != step.token:
+                raise WrongAnswer(f"{where}; expected {[one.token for one in expected]}")
+            if abs(got["logprob"] - step.logprob) >= LOGPROB_TOLERANCE:
+                raise WrongAnswer(f"{where}: log-probability {got['logprob']:.4f}; expected {step.logprob:.4f}")
+        if len(told) != len(expected):
+            raise WrongAnswer(f"{len(told)} tokens: {tokens}; expected {[one.token for one in expected]}")
+        text = self.tokenizer.decode([step.id for step in expected], skip_special_tokens=True)
+        if choice["message"]["content"] != text:
+            raise WrongAnswer(f"text {choice['message']['content']!r}; expected {text!r}")
+
+    @torch.inference_mode()
+    def _greedy(self, tier: str, ids: list[int], cache: DynamicCache, max_tokens: int) -> list[Step]:
+        """Greedy decoding behind `cache`, which holds the first tokens of `ids`; ends before the end token."""
+        model = self.models[tier]
+        steps: list[Step] = []
+        unread = ids[cache.get_seq_length() :]
+        while len(steps) < max_tokens:
+            out = model(input_ids=torch.tensor([unread]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            top = out.logits[0, -1].float().log_softmax(-1).topk(2)
+            best, second = top.indices.tolist()
+            if best == model.config.eos_token_id:
+                break
+            first_logprob, second_logprob = top.values.tolist()
+            steps.append(Step(best, self._piece(best), first_logprob, self._piece(second), second_logprob))
+            unread = [best]
+        return steps
+
+    def _piece(self, token_id: int) -> str:
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def differ(left: Sequence[Step], right: Sequence[Step]) -> bool:
+    """Whether `Reference.check` would tell the two answers apart."""
+    return len(left) != len(right) or any(
+        one.token != other.token or abs(one.logprob - other.logprob) > 2 * LOGPROB_TOLERANCE
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", type=Path, required=True)
+    parser.add_argument("--large", type=Path, required=True)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    reference = Reference({"small": options.small, "large": options.large}, options.bundle)
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps({"wrong": _wrong(reference, json.loads(line))}) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _wrong(reference: Reference, asked: dict[str, Any]) -> str | None:
+    expected = reference.expected(asked["tier"], asked["messages"], asked["mapped_tokens"], asked["max_tokens"])
+    try:
+        reference.check(asked["body"], expected)
+    except WrongAnswer as error:
+        return str(error)
+    return None
+
+
+def _load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
