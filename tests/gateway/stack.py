@@ -84,15 +84,15 @@ async def in_process(
 
 
 @asynccontextmanager
-async def live_stack(**changes: Any) -> AsyncIterator[Stack]:
-    """The fakes and the gateway, each behind a real socket."""
+async def live_stack(*others: FakeWorker, **changes: Any) -> AsyncIterator[Stack]:
+    """The two fakes, `others` and the gateway, each behind a real socket. A worker's tier stands in its name."""
     small, large = fakes()
     with ExitStack() as sockets:
-        listeners = {worker.name: sockets.enter_context(free_socket()) for worker in (small, large)}
+        listeners = {sockets.enter_context(free_socket()): worker for worker in (small, large, *others)}
         gateway = sockets.enter_context(free_socket())
-        workers = {name: {"tier": name.split("-")[0], "url": url_of(one)} for name, one in listeners.items()}
+        workers = {one.name: {"tier": one.name.split("-")[0], "url": url_of(at)} for at, one in listeners.items()}
         app = create_app(from_values(values(**{"workers": workers} | changes)), FAKE_SECRET)
-        sockets.enter_context(serving({listeners["small-0"]: small, listeners["large-0"]: large, gateway: app}))
+        sockets.enter_context(serving({**listeners, gateway: app}))
         async with httpx.AsyncClient(base_url=url_of(gateway), timeout=30) as http:
             yield Stack(small, large, app, http, url_of(gateway))
 
