@@ -39,9 +39,7 @@ class Answers:
         """Under way, with its first content there."""
         course = self._course
         policy, settings = course.policy if judged else None, course.parts.settings.handoff
-        # A tier that answers alone answers natively, whatever the registry says of the cache.
-        native = course.is_answered_alone
-        request = asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=native)
+        request = asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=course.is_native)
         if cache_id is not None:
             cache_access(course.turn, "read", worker=worker.id, cache_id=cache_id)
         with course.turn.upstream(self.phase(worker)):

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import structlog
 
-from gateway.turn import Turn
+from gateway.tenants import Tenant
 
 Access = Literal["written", "read", "transferred"]
 
 log = structlog.get_logger()
 
 
+class Who(Protocol):
+    """A request, and whose it is."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def tenant(self) -> Tenant: ...
+
+
 def cache_access(
-    turn: Turn, access: Access, *, worker: str, cache_id: str, num_tokens: int | None = None, source: str | None = None
+    who: Who, access: Access, *, worker: str, cache_id: str, num_tokens: int | None = None, source: str | None = None
 ) -> None:
     """`source` is the cache that a transferred one was made from."""
     told = {"num_tokens": num_tokens, "source": source}
     log.info(
         "cache_access",
         access=access,
-        request_id=turn.id,
-        tenant=turn.tenant.name,
+        request_id=who.id,
+        tenant=who.tenant.name,
         worker=worker,
         cache_id=cache_id,
         **{key: value for key, value in told.items() if value is not None},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway import routing
+from gateway.client_caches import ClientCaches
 from gateway.fleet import Fleet, Tier
 from gateway.limits import Shares
 from gateway.metrics import Metrics
@@ -22,6 +23,7 @@ class Parts:
     settings: Settings
     fleet: Fleet
     prefixes: Prefixes
+    caches: ClientCaches
     metrics: Metrics
     shares: Shares
     quotas: Quotas
@@ -40,8 +42,13 @@ class Course:
     target: Tier
 
     @property
+    def is_native(self) -> bool:
+        """A tier that answers alone answers natively, whatever the registry says; but for a cache that was named."""
+        return self.is_answered_alone and self.turn.named is None
+
+    @property
     def is_answered_alone(self) -> bool:
-        """By the target, whatever comes: natively, and by nobody in its place."""
+        """By the target, whatever comes, and by nobody in its place."""
         return self.decision.route == "answer"
 
     async def look_up(self) -> None:
@@ -56,5 +63,7 @@ def choose(parts: Parts, turn: Turn) -> Course:
     asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
     chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
     policy, decision = chosen.select(asked), routing.decide(turn, asked, chosen, parts.fleet, tiers)
+    if turn.named is not None:
+        decision = routing.by_cache(turn.named, decision, parts.fleet, tiers)
     turn.report.decided(decision)
     return Course(parts, turn, policy, decision, parts.fleet.tiers[tiers[0]], parts.fleet.tiers[decision.tier])

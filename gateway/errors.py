@@ -6,6 +6,8 @@
     ├── AuthenticationFailed     401  no API key, or an unknown one
     ├── PermissionDenied         403  the tenant may not use this model
     ├── NotFound                 404  no such route
+    ├── CacheUnknown             404  the tenant has no such cache, or has it no more
+    ├── NoMapper                 409  for a cache that a client wants handed over
     ├── MethodNotAllowed         405
     ├── RequestTimeout           408  the body did not arrive in time
     ├── HeadersTooLarge          431
@@ -46,6 +48,14 @@ class PermissionDenied(GatewayError):
 
 class NotFound(GatewayError):
     status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class CacheUnknown(GatewayError):
+    status, type, code = 404, "invalid_request_error", "cache_not_found"
+
+
+class NoMapper(GatewayError):
+    status, type, code = 409, "invalid_request_error", "no_mapper"
 
 
 class MethodNotAllowed(GatewayError):
@@ -99,7 +109,7 @@ def reply_headers(error: KvrelayError) -> dict[str, str]:
     """`Retry-After` where waiting helps; `x-should-retry: false` where the client's own retries cannot."""
     if error.status in (429, 503):
         return {"retry-after": str(math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S))}
-    headers = {"x-should-retry": "false"} if error.status in (408, 504) else {}
+    headers = {"x-should-retry": "false"} if error.status in (408, 409, 504) else {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers

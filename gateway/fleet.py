@@ -80,6 +80,9 @@ class Fleet:
     def workers(self) -> list[Worker]:
         return [worker for tier in self.tiers.values() for worker in tier.workers.values()]
 
+    def worker(self, worker_id: str) -> Worker | None:
+        return next((worker for worker in self.workers if worker.id == worker_id), None)
+
     def named(self, model: str) -> Tier | None:
         """The tier behind a model name; None for `auto`. Raises `ModelNotFound`, naming what there is."""
         if model == AUTO:

@@ -11,9 +11,11 @@ from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
 from gateway.errors import NoUsableWorker
-from gateway.turn import Found
+from gateway.turn import Found, Named
 from gateway.worker import Stream, Worker
 from workers.api.errors import (
+    CacheMismatch,
+    CacheNotFound,
     CacheUnusable,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -38,13 +40,26 @@ class Native:
         self._was_read_in_full = False  # the last way but the small model's answer
 
     async def answer(self) -> Stream:
-        """From the target's own exact cache where it holds one, else by a full prefill."""
+        """From the cache that the client named; else from the target's own exact one where it holds one; else by a full
+        prefill."""
+        if self._turn.named is not None:
+            return await self._from_named(self._turn.named)
         known = self._turn.known.get(self._course.target.name)
         own = known.best(exact_only=True) if known else None
         if own is None:
             return await self.read_in_full()
         try:
             return await self.from_own(own, own.entry.num_tokens + self._turn.unread_bytes(own.num_messages))
+        except KvrelayError as error:
+            return await self.fall_back(error)
+
+    async def _from_named(self, named: Named) -> Stream:
+        found = named.found
+        if found is None or (self._turn.request.kvrelay.exact and not found.entry.is_exact):
+            self._account.fell_back(CacheMismatch.code if found else CacheNotFound.code)
+            return await self.read_in_full()
+        try:
+            return await self.from_own(found, found.entry.num_tokens + self._turn.unread_bytes(0))
         except KvrelayError as error:
             return await self.fall_back(error)
 

@@ -8,6 +8,7 @@ from gateway.fleet import Tier
 from gateway.metrics import Metrics
 from gateway.prefix import Chain
 from gateway.registry import Entry, Registry
+from gateway.tenants import Tenant
 from gateway.turn import Found, Known, Turn
 from gateway.worker import Stream
 from workers.api.errors import InvalidRequest
@@ -64,7 +65,7 @@ class Prefixes:
     async def file_prompt(self, turn: Turn, tier: str, worker: str, reply: CacheReply) -> None:
         """The whole prompt, as a worker has just read it."""
         key = turn.known[tier].chain.hashes[-1]
-        await self._registry.put_many({key: _entry(turn, worker, reply.num_tokens, reply.expires_at, reply)})
+        await self._registry.put_many({key: entry_of(turn.tenant, worker, reply.num_tokens, reply.expires_at, reply)})
 
     async def file_answer(self, turn: Turn, stream: Stream) -> None:
         """The cache of prompt and answer, for the turn after.
@@ -85,7 +86,7 @@ class Prefixes:
                 counts[hashes[turn.num_stable]] = usage.stable_tokens
         worker, expires_at, most = stream.worker.id, usage.expires_at, usage.num_tokens
         await self._registry.put_many(
-            {key: _entry(turn, worker, min(count, most), expires_at, usage) for key, count in counts.items()}
+            {key: entry_of(turn.tenant, worker, min(count, most), expires_at, usage) for key, count in counts.items()}
         )
 
 
@@ -98,13 +99,13 @@ def chain_of(turn: Turn, tier: Tier) -> Chain:
         raise InvalidRequest(f"tools and messages must be plain JSON: {error}", param="tools") from error
 
 
-def _entry(turn: Turn, worker: str, num_tokens: int, expires_at: float, cache: CacheReply | KVUsage) -> Entry:
+def entry_of(tenant: Tenant, worker: str, num_tokens: int, expires_at: float, cache: CacheReply | KVUsage) -> Entry:
     assert cache.cache_id is not None
     return Entry(
         cache_id=cache.cache_id,
         worker=worker,
         epoch=cache.epoch,
-        tenant=turn.tenant.name,
+        tenant=tenant.name,
         num_tokens=num_tokens,
         digest=cache.digest,
         provenance=cache.provenance,

@@ -10,7 +10,7 @@ from gateway.fleet import Fleet, Tier
 from gateway.policies import Asked, Decision, Policy
 from gateway.schemas import KvrelayOptions
 from gateway.tenants import Tenant
-from gateway.turn import Turn
+from gateway.turn import Named, Turn
 from workers.api.errors import InvalidRequest
 
 NAMED = "named"  # stands as the policy where the client named the model
@@ -56,6 +56,16 @@ def decide(turn: Turn, asked: Asked, policy: Policy, fleet: Fleet, tiers: Sequen
             param="kvrelay.policy",
         )
     return Decision("answer", named.name, NAMED, NAMED, forced=True)
+
+
+def by_cache(named: Named, decision: Decision, fleet: Fleet, tiers: Sequence[str]) -> Decision:
+    """The model that holds the cache answers; where it is lost, the one that would have had the last word. Raises
+    `InvalidRequest` for a cache of another model than the request asks for, or allows."""
+    worker = fleet.worker(named.found.entry.worker) if named.found else None
+    holder = worker.tier if worker else decision.tier
+    if holder not in tiers or (decision.policy == NAMED and holder != decision.tier):
+        raise InvalidRequest(f"kv_transfer_params.cache_id: its model is {holder!r}; ask for that", param="model")
+    return Decision("answer", holder, NAMED, "cache", forced=True)
 
 
 def check_may_use(tenant: Tenant, tier: Tier) -> None:

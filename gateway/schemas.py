@@ -14,13 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gateway.prefix import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
-from workers.api.schemas import Message, StreamOptions
+from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Message, StreamOptions
 
-R = TypeVar("R", bound="AskedFor")
+R = TypeVar("R", bound="ClientRequest")
 
 MAX_DEPTH = 64
 SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+SALTS = ("cache_salt", "tenant_salt")  # dropped where a client sends them
 
 
 class KvrelayOptions(BaseModel):
@@ -43,10 +44,75 @@ class TextFormat(BaseModel):
     type: Literal["text"]
 
 
-class AskedFor(BaseModel):
-    """What both kinds of request have; the open part is what is to be read, as messages or as `text`."""
+class CacheChoice(BaseModel):
+    """The `kv_transfer_params` request field: a cache of the client's own, to answer from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cache_id: CacheId
+
+
+class ClientRequest(BaseModel):
+    """What all requests have. `for_workers` are the messages as workers get them: no marks, content as one text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_salts(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if key not in SALTS} if isinstance(body, dict) else body
+
+    @property
+    def conversation(self) -> list[Message]:
+        """As the client wrote it, marks included."""
+        return []
+
+    @property
+    def for_workers(self) -> list[Message]:
+        return [plain(message) for message in self.conversation]
+
+
+class PrefixRequest(ClientRequest):
+    """`POST /v1/prefix/prefill`: a text or a conversation, to be read into a cache. Of a conversation all is read, or
+    what its first `stable_messages` are rendered to. Without a `target_model` the smallest that the key may use."""
+
+    target_model: str | None = Field(default=None, min_length=1)
+    prefix: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    stable_messages: int | None = Field(default=None, ge=1)
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> PrefixRequest:
+        if (self.prefix is None) == (self.messages is None):
+            raise ValueError("give either prefix or messages")
+        if self.messages is None and (self.tools is not None or self.stable_messages is not None):
+            raise ValueError("tools and stable_messages go with messages")
+        if (self.stable_messages or 0) > (given := len(self.conversation)):
+            raise ValueError(f"stable_messages is {self.stable_messages}, but there are {given} messages")
+        return self
+
+    @property
+    def conversation(self) -> list[Message]:
+        return self.messages or []
+
+
+class HandoffRequest(ClientRequest):
+    """`POST /v1/cache/transfer`: a cache that one model holds, mapped for another; its first `num_tokens` tokens, or
+    all."""
+
+    cache_id: CacheId
+    target_model: str = Field(min_length=1)
+    mapper: str = Field(default="auto", min_length=1)
+    num_tokens: int | None = Field(default=None, ge=1)
+    native_head: int = Field(default=DEFAULT_NATIVE_HEAD, ge=0)
+    ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+    deadline_ms: float | None = Field(default=None, gt=0)
+
+
+class AskedFor(ClientRequest):
+    """What both kinds of question have; the open part is what is to be read, as messages or as `text`."""
 
     is_chat: ClassVar[bool]
 
@@ -58,6 +124,7 @@ class AskedFor(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     kvrelay: KvrelayOptions = KvrelayOptions()
+    kv_transfer_params: CacheChoice | None = None
 
     # The values that mean "nothing asked for"; any other is refused, naming what is allowed.
     n: Literal[1] = 1
@@ -71,27 +138,21 @@ class AskedFor(BaseModel):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    cache_salt: Any = None
-    tenant_salt: Any = None
 
     @field_validator("n", "presence_penalty", "frequency_penalty", "kvrelay", mode="before")
     @classmethod
     def _null_is_default(cls, value: Any, info: Any) -> Any:
         return cls.model_fields[info.field_name].default if value is None else value
 
+    @model_validator(mode="after")
+    def _cache_leaves_no_choice(self) -> AskedFor:
+        if self.kv_transfer_params is not None and (self.kvrelay.no_cache or self.kvrelay.policy is not None):
+            raise ValueError("kv_transfer_params names a cache: neither kvrelay.no_cache nor kvrelay.policy go with it")
+        return self
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def conversation(self) -> list[Message]:
-        """As the client wrote it, marks included."""
-        raise NotImplementedError
-
-    @property
-    def for_workers(self) -> list[Message]:
-        """The messages as workers get them: no marks, content as one text."""
-        return [plain(message) for message in self.conversation]
 
     @property
     def text(self) -> str | None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import httpx
 
 from gateway import registry
+from gateway.client_caches import ClientCaches
 from gateway.course import Parts
 from gateway.errors import SettingsError
 from gateway.fleet import Fleet
@@ -122,15 +123,16 @@ class Gateway:
         tenants, old = Tenants(settings, self._secret), before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
         if old is not None and settings.registry == old.settings.registry:
-            prefixes, quotas = old.prefixes, old.quotas
+            prefixes, caches, quotas = old.prefixes, old.caches, old.quotas
         else:
-            prefixes = Prefixes(registry.connect(settings.registry, self.metrics.registry_op), self.metrics)
+            filed = registry.connect(settings.registry, self.metrics.registry_op)
+            prefixes, caches = Prefixes(filed, self.metrics), ClientCaches(filed)
             quotas = Quotas(settings.registry, self.metrics.registry_op)
         if old is not None and settings.limits == old.settings.limits:
             shares = old.shares
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
-        parts = Parts(settings, fleet, prefixes, self.metrics, shares, quotas)
+        parts = Parts(settings, fleet, prefixes, caches, self.metrics, shares, quotas)
         return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:

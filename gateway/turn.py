@@ -27,6 +27,13 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A cache that the client named, to be answered from; `found` is None where it has no such cache."""
+
+    found: Found | None
+
+
+@dataclass(frozen=True)
 class Known:
     """What the registry knows of one prompt for one tier: its chain, and what was found, longest first."""
 
@@ -136,6 +143,7 @@ class Turn:
     waited_s: float = 0.0  # for the client's body, and for workers
     overhead_ms: float = 0.0  # up to the first token
     escalated_at: float | None = None
+    named: Named | None = None
     known: dict[str, Known] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
 

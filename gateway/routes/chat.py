@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.cascade import Cascade
-from gateway.connection import EventStream, HangUp, Pump, read_body
+from gateway.connection import EventStream, HangUp, Pump
 from gateway.course import choose
 from gateway.deadline import Deadline
 from gateway.errors import ClientDisconnected
 from gateway.explain import explain
 from gateway.replies import completion, frames
+from gateway.routes.incoming import take_in
 from gateway.routes.replies import json_reply
-from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest, parse
+from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
-from gateway.turn import Turn
+from gateway.turn import Named, Turn
 
 router = APIRouter()
 
@@ -85,20 +84,17 @@ async def cascade_explain(request: Request) -> Response:
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
-    """Who asks for what: authenticated before a byte of the body is read."""
+    """Who asks for what."""
     snapshot: Snapshot = request.state.snapshot
-    settings = snapshot.settings
-    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
-    request.state.tenant = tenant.name
-    await snapshot.parts.quotas.admit(tenant)
-    reading_at = time.monotonic()
-    raw = await read_body(request, settings.deadlines.body_s)
-    waited_s = time.monotonic() - reading_at
-    asked = parse(raw, kind, settings.limits)
-    request.state.model_label = snapshot.parts.fleet.label(asked.model)
-    deadline = Deadline.after(settings.deadlines.request_s)
-    state = request.state
-    return Turn(state.request_id, tenant, asked, deadline, state.arrived_at, waited_s=waited_s)
+    parts, state = snapshot.parts, request.state
+    taken = await take_in(request, kind)
+    tenant, asked = taken.tenant, taken.asked
+    state.model_label = parts.fleet.label(asked.model)
+    deadline = Deadline.after(snapshot.settings.deadlines.request_s)
+    named = None
+    if asked.kv_transfer_params is not None:
+        named = Named(await parts.caches.find(tenant, asked.kv_transfer_params.cache_id, parts.fleet))
+    return Turn(state.request_id, tenant, asked, deadline, state.arrived_at, waited_s=taken.waited_s, named=named)
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:

@@ -40,7 +40,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"presence_penalty": 0.5}, "presence_penalty", "Input should be 0"),
         ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, temperature"),
-        ({"kv_transfer_params": {"cache_id": "kvc-" + "0" * 32}}, "kv_transfer_params", "unknown field"),
+        ({"kv_transfer_params": {"cache_id": "../etc"}}, "kv_transfer_params.cache_id", "match pattern"),
         ({"kvrelay": {"polcy": "x"}}, "kvrelay.polcy", "not permitted"),
         ({"kvrelay": {"policy": "best"}}, "kvrelay.policy", "unknown policy 'best'; known: fixed, confidence"),
         ({"kvrelay": {"max_tier": "huge"}}, "kvrelay.max_tier", "unknown tier 'huge'; known: small, large"),
