@@ -32,9 +32,8 @@ def compose(first: Mapper, second: Mapper) -> Mapper:
     passes keys through between models that turn them differently. The result has no evaluation.
     """
     _check(first, second)
-    precision: Precision = "float16"
-    if "float32" in (first.manifest.precision, second.manifest.precision):
-        precision = "float32"
+    precisions = {first.manifest.precision, second.manifest.precision}
+    precision: Precision = "float16" if precisions == {"float16"} else "float32"
     weights: dict[str, Tensor] = {
         probe_name("source"): first.weights[probe_name("source")],
         probe_name("target"): second.weights[probe_name("target")],

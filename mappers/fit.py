@@ -19,6 +19,7 @@ from mappers.collect import Collected, Progress, Reading, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
 from mappers.exact import Target
 from mappers.fingerprint import fingerprint, tokenizer_digest, vocabulary_digest
+from mappers.halves import mixed
 from mappers.hidden import projections
 from mappers.judge import Judge
 from mappers.manifest import COPY, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
@@ -128,8 +129,10 @@ def fit(
         tool_version=tool_version(),
         licence=licence,
     )
-    probes = {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    return seal(manifest, {**weights, **probes}, device)
+    weights |= {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
+    if precision == "mixed":
+        weights = mixed(manifest, weights, models, collected.sample)
+    return seal(manifest, weights, device)
 
 
 def tool_version() -> str:

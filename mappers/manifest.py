@@ -21,7 +21,7 @@ DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
 
 Kind = Literal["keys", "values"]
-Precision = Literal["float16", "float32"]
+Precision = Literal["float16", "float32", "mixed"]  # of the matrices; mixed: float16 where it costs little
 KINDS: tuple[Kind, Kind] = ("keys", "values")
 
 

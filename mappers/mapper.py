@@ -19,15 +19,24 @@ Sink = Callable[[int, Tensor, Tensor], None]
 
 
 class Mapper:
-    """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once."""
+    """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once.
 
-    def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor], device: str = "cpu"):
+    Computes in float32; with `halves` what is stored as float16 is multiplied as such, though summed in float32. That
+    is the default on a GPU for a map of precision `mixed`, whose halves were found to bear it.
+    """
+
+    def __init__(
+        self, manifest: Manifest, weights: Mapping[str, Tensor], device: str = "cpu", halves: bool | None = None
+    ):
         _check_layers(manifest)
         self.manifest = manifest
         self.weights = dict(weights)
         self.device = torch.device(device)
         self.source_rope, self.target_rope = ropes_of(manifest, weights)
-        self._outputs = outputs_of(manifest, {name: tensor.to(self.device) for name, tensor in weights.items()})
+        if halves is None:
+            halves = self.device.type == "cuda" and manifest.precision == "mixed"
+        on_device = {name: tensor.to(self.device) for name, tensor in weights.items()}
+        self._outputs = outputs_of(manifest, on_device, halves)
         self._local = threading.local()
 
     @property
@@ -65,13 +74,14 @@ class Mapper:
                     f"({known[:12]}…, now {given[:12]}…)"
                 )
 
-    def refusal(self, **bounds: Any) -> str | None:
-        """Why this map may not be used, None if it may: its evaluation against the gate.
-
-        `bounds` are fields of `Gate`; one that is not given, or None, is the bundle's own, or else the default.
-        """
+    def gate(self, **bounds: Any) -> Gate:
+        """`bounds` are fields of `Gate`; one that is not given, or None, is the bundle's own, or else the default."""
         asked = {name: bound for name, bound in bounds.items() if bound is not None}
-        objection = (self.manifest.gate or Gate()).model_copy(update=asked).objection(self.manifest.evaluation)
+        return (self.manifest.gate or Gate()).model_copy(update=asked)
+
+    def refusal(self, **bounds: Any) -> str | None:
+        """Why this map may not be used, None if it may: its evaluation against the `gate` with these bounds."""
+        objection = self.gate(**bounds).objection(self.manifest.evaluation)
         return f"bundle {self.bundle_id}: {objection}" if objection else None
 
     @torch.no_grad()

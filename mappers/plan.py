@@ -6,8 +6,8 @@
                      keys: RoPE applied;  both handed out as (H, T, D) views of token-major memory
 
 Neighbouring source layers are one matmul on a slice, so features are never gathered. A factored weight is two thin
-matmuls, one matched by heads is small ones, from a source head's columns to a target head's. Scratch is bounded by the
-chunk.
+matmuls, one matched by heads is small ones, from a source head's columns to a target head's. Weights that are kept as
+halves multiply features rounded to halves; all sums are float32. Scratch is bounded by the chunk.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Chunk:
     def __init__(self, source: KVCache, buffers: dict[str, Tensor]):
         self.source = source
         self._buffers = buffers
+        self._rounded: dict[Kind, Tensor] = {}
 
     def set_ropes(self, strip: Sequence[Factors], apply: Sequence[Factors]) -> None:
         """What takes RoPE off the keys of each source layer, and what puts it on those of each target layer."""
@@ -89,6 +90,12 @@ class Chunk:
     def features(self, kind: Kind) -> Tensor:
         """(T, C): stripped keys or values of the needed source layers side by side."""
         return self._buffers[f"{kind}.features"].flatten(1)
+
+    def rounded(self, kind: Kind) -> Tensor:
+        """`features` as halves."""
+        if kind not in self._rounded:
+            self._rounded[kind] = self.features(kind).half()
+        return self._rounded[kind]
 
     def out(self, kind: Kind) -> Tensor:
         """(T, W): where a target layer's output of this kind is written."""
@@ -138,7 +145,11 @@ class Run:
     def add_to(self, out: Tensor, chunk: Chunk) -> None:
         part = out[:, self.at : self.at + self.weight.shape[1]]
         addend = part if self.bias is None else self.bias
-        torch.addmm(addend, chunk.features(self.kind)[:, self.begin : self.end], self.weight, out=part)
+        columns = slice(self.begin, self.end)
+        if self.weight.dtype == torch.float16:
+            torch.add(addend, product_of_halves(chunk.rounded(self.kind)[:, columns], self.weight), out=part)
+        else:
+            torch.addmm(addend, chunk.features(self.kind)[:, columns], self.weight, out=part)
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,11 @@ class Factored(Output):
         inner = chunk.inner(len(self.up))
         for run in self.runs:
             run.add_to(inner, chunk)
-        torch.addmm(self.bias, inner, self.up, out=chunk.out(self.kind))
+        out = chunk.out(self.kind)
+        if self.up.dtype == torch.float16:
+            torch.add(self.bias, product_of_halves(inner.half(), self.up), out=out)
+        else:
+            torch.addmm(self.bias, inner, self.up, out=out)
         return chunk.finished(self.kind, self.layer)
 
 
@@ -188,9 +203,20 @@ def rank_of(manifest: Manifest) -> int:
     return max(spec.of(kind).rank or 0 for spec in manifest.layers for kind in KINDS)
 
 
-def outputs_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> list[tuple[Output, Output]]:
-    """Keys' and values' output of every target layer. Raises `BundleCorrupt` where weights and manifest disagree."""
-    maker = _OutputMaker(manifest, weights)
+def product_of_halves(left: Tensor, right: Tensor) -> Tensor:
+    """left (n, p) @ right (p, q) of float16, summed and given in float32."""
+    if left.is_cuda:
+        product: Tensor = torch.mm(left, right, out_dtype=torch.float32)
+        return product
+    return left.float() @ right.float()
+
+
+def outputs_of(manifest: Manifest, weights: Mapping[str, Tensor], halves: bool) -> list[tuple[Output, Output]]:
+    """Keys' and values' output of every target layer; weights stored as halves are multiplied as such if `halves`.
+
+    Raises `BundleCorrupt` where weights and manifest disagree.
+    """
+    maker = _OutputMaker(manifest, weights, halves)
     return [(maker.make(i, "keys"), maker.make(i, "values")) for i in range(len(manifest.layers))]
 
 
@@ -199,8 +225,8 @@ def weight_name(layer: int, kind: Kind, part: str) -> str:
 
 
 class _OutputMaker:
-    def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor]):
-        self._manifest, self._weights = manifest, weights
+    def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor], halves: bool):
+        self._manifest, self._weights, self._halves = manifest, weights, halves
         self._source, self._target = manifest.source.geometry, manifest.target.geometry
         self._features = features_of(manifest)
 
@@ -220,7 +246,7 @@ class _OutputMaker:
             return Linear(kind, layer, tuple(_runs(blocks, weight, width_in, bias)))
         down = self._tensor(name, (len(blocks) * width_in, spec.rank))
         up = self._tensor(weight_name(layer, kind, "up"), (spec.rank, self._target.width))
-        return Factored(kind, layer, tuple(_runs(blocks, down, width_in, down.new_zeros(spec.rank))), up, bias)
+        return Factored(kind, layer, tuple(_runs(blocks, down, width_in, bias.new_zeros(spec.rank))), up, bias)
 
     def _head_runs(
         self, name: str, blocks: list[Block], heads: tuple[tuple[int, ...], ...], bias: Tensor
@@ -245,7 +271,8 @@ class _OutputMaker:
         if found is None or tuple(found.shape) != shape:
             held = None if found is None else tuple(found.shape)
             raise BundleCorrupt(f"tensor {name!r}: the manifest asks for {shape}, the weights hold {held}")
-        return found.float().contiguous()
+        kept = self._halves and found.dtype == torch.float16
+        return (found if kept else found.float()).contiguous()
 
 
 def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:

@@ -18,8 +18,11 @@ from mappers.plan import weight_name
 
 
 def stored(layer: int, kind: Kind, solution: Solution, precision: Precision) -> dict[str, Tensor]:
-    """The tensors of one output by name. Raises `MapperError` for a weight that the precision can't hold."""
-    dtype = getattr(torch, precision)
+    """The tensors of one output by name; `mixed` ones are whole as yet.
+
+    Raises `MapperError` for a weight that the precision can't hold.
+    """
+    dtype = torch.float16 if precision == "float16" else torch.float32
     parts = {weight_name(layer, kind, part): _cast(tensor, dtype) for part, tensor in solution.parts().items()}
     return {**parts, weight_name(layer, kind, "bias"): _cast(solution.bias, torch.float32)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -57,10 +57,6 @@ class Solution:
         """The fields of `OutputSpec` that tell how the parts make up the weight."""
         return {}
 
-    def rebuilt(self, parts: dict[str, Tensor]) -> Solution:
-        """The solution that these parts (rounded, say) stand for."""
-        return replace(self, weight=parts["weight"])
-
     def lost(self, moments: Moments) -> Tensor:
         """Sum of squared errors of each target, (q,), over what other moments have seen."""
         explained = 2 * moments.xy - moments.gram() @ self.weight  # (p, q)
@@ -84,10 +80,6 @@ class Factored(Solution):
 
     def structure(self) -> dict[str, Any]:
         return {"rank": len(self.up)}
-
-    def rebuilt(self, parts: dict[str, Tensor]) -> Solution:
-        down, up = parts["weight"], parts["up"]
-        return replace(self, weight=down @ up, down=down, up=up)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +113,6 @@ class HeadMatched(Solution):
 
     def structure(self) -> dict[str, Any]:
         return {"heads": self.heads}
-
-    def rebuilt(self, parts: dict[str, Tensor]) -> Solution:
-        blocks = parts["weight"]
-        return replace(self, weight=spread(self.layout, self.heads, blocks), blocks=blocks)
 
 
 def head_columns(layout: Layout, heads: Sequence[int]) -> Tensor:
