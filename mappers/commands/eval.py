@@ -93,6 +93,9 @@ def _check(options: argparse.Namespace) -> None:
         raise MapperError(f"--diagnose looks at one bundle, not at {len(options.bundles)}")
     if options.diagnose and (options.write or options.table) and not options.html:
         raise MapperError("--diagnose judges nothing that --write or --table could use; allowed: with --html, both")
+    for path in filter(None, (options.json, options.html)):
+        if not path.parent.is_dir():
+            raise MapperError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def _resolve(options: argparse.Namespace) -> tuple[Pair, list[str]]:

@@ -239,6 +239,8 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
         (["one", "two", "--diagnose"], "--diagnose looks at one bundle, not at 2"),
         (["one", "--diagnose", "--write"], "allowed: with --html, both"),
         (["smol", "tiny"], "families smol, tiny: allowed is one"),
+        (["one", "--json", "nowhere/report.json"], "cannot write nowhere/report.json: there is no folder nowhere"),
+        (["one", "--html", "nowhere/report.html"], "cannot write nowhere/report.html: there is no folder nowhere"),
     ],
 )
 def test_eval_refuses_what_makes_no_sense(
