@@ -63,10 +63,15 @@ class Answers:
         return "small_answer" if worker.tier == self._course.small.name else "large_answer"
 
     @property
-    def num_tokens(self) -> int:
-        """What the turn has cost, however it ended: the prompt once, and all that was written for it, told or not."""
+    def num_read_once(self) -> int:
+        """The prompt's tokens, by whomever they were read."""
         answers = [stream.answer for stream in self._streams]
         num_read = max([self.num_read, *(answer.num_prompt_tokens for answer in answers)])
         if answers and not num_read:
             num_read = self._course.turn.unread_bytes(0) // BYTES_PER_TOKEN
-        return num_read + sum(answer.num_written for answer in answers)
+        return num_read
+
+    @property
+    def num_written(self) -> int:
+        """By every model, told or not."""
+        return sum(stream.answer.num_written for stream in self._streams)

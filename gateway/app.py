@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from gateway.middleware import Bounds, Trace
 from gateway.reload import Source, following
-from gateway.routes import caches, chat, health, models
+from gateway.routes import admin, caches, chat, health, models
 from gateway.routes.replies import install_error_replies
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
@@ -44,7 +44,7 @@ def create_app(
     app.state.source = source
     app.add_middleware(Bounds)
     app.add_middleware(Trace, gateway=gateway)
-    for routes in (chat, caches, models, health):
+    for routes in (chat, caches, models, health, admin):
         app.include_router(routes.router)
     install_error_replies(app)
     return app

@@ -111,7 +111,7 @@ class CacheCall:
     async def _keep(self, worker: str, reply: CacheReply, num_tokens: int) -> None:
         """The id for later calls, and what it has cost."""
         await self.parts.caches.file(self.tenant, worker, reply)
-        await self.parts.quotas.spent(self.tenant, num_tokens)
+        await self.parts.spent(self.tenant, num_tokens)
 
 
 def _unknown(cache_id: str) -> CacheUnknown:

@@ -67,7 +67,8 @@ class Cascade:
                             yield chunk
                     await self._account.ended(stream)
             finally:
-                await self._parts.quotas.spent(self._turn.tenant, self._answers.num_tokens)
+                answers = self._answers
+                await self._parts.spent(self._turn.tenant, answers.num_read_once, answers.num_written)
 
     async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
         """All of an answer that is told in one piece. One that breaks off, or stops before its end, has not been told

@@ -26,11 +26,11 @@ class ClientCaches:
         await self._registry.put_many({_key(tenant, reply.cache_id): entry})
 
     async def find(self, tenant: Tenant, cache_id: str, fleet: Fleet) -> Found | None:
-        """The tenant's cache of that id; None where it has none, or its worker restarted since or is gone."""
+        """The tenant's cache of that id; None where it has none, or its worker restarted since, is gone or drained."""
         key = _key(tenant, cache_id)
         (entry,) = await self._registry.get_many([key])
         worker = fleet.worker(entry.worker) if entry is not None and entry.tenant == tenant.name else None
-        if entry is None or worker is None or worker.epoch not in (None, entry.epoch):
+        if entry is None or worker is None or worker.is_drained or worker.epoch not in (None, entry.epoch):
             return None
         return Found(key, 0, entry)
 

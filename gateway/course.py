@@ -13,7 +13,9 @@ from gateway.policies import Decision, Policy
 from gateway.prefixes import Prefixes
 from gateway.quotas import Quotas
 from gateway.settings import Settings
+from gateway.tenants import Tenant
 from gateway.turn import Turn
+from gateway.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class Parts:
     metrics: Metrics
     shares: Shares
     quotas: Quotas
+    usage: Usage
+
+    async def spent(self, tenant: Tenant, num_read: int, num_written: int = 0) -> None:
+        """What a request has cost in tokens, however it ended."""
+        self.usage.add(tenant.name, num_read, num_written)
+        await self.quotas.spent(tenant, num_read + num_written)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class Prefixes:
     async def _usable(
         self, turn: Turn, tier: Tier, chain: Chain, entries: Mapping[str, Entry | None]
     ) -> tuple[Found, ...]:
-        """Less what is another tenant's, and what a worker's restart has made worthless."""
+        """Less what is another tenant's or on a worker that is to be left alone, and what a worker's restart has made
+        worthless."""
         found = []
         for num_messages in range(chain.num_messages, 0, -1):
             key = chain.hashes[num_messages]
@@ -51,7 +52,8 @@ class Prefixes:
                 continue
             worker = tier.workers.get(entry.worker)
             if worker is not None and worker.epoch in (None, entry.epoch):
-                found.append(Found(key, num_messages, entry))
+                if not worker.is_drained:
+                    found.append(Found(key, num_messages, entry))
             else:
                 await self._registry.forget(key, entry)
         return tuple(found)

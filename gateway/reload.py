@@ -66,19 +66,21 @@ async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[No
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def reload(gateway: Gateway, source: Source) -> None:
-    """What cannot be used is told and counted, and changes nothing."""
+async def reload(gateway: Gateway, source: Source) -> str | None:
+    """What cannot be used is told (the problem is returned, too) and counted, and changes nothing."""
     try:
         await gateway.reload(source.read())
     except KvrelayError as error:
         gateway.metrics.config_reload.labels("rejected").inc()
         log.error("config_rejected", error=error.message, generation=gateway.current.generation)
+        return error.message
     except Exception as error:  # a bug in reading it must not end the watch
         gateway.metrics.config_reload.labels("failed").inc()
         log.error("config_failed", error=repr(error), generation=gateway.current.generation)
-    else:
-        gateway.metrics.config_reload.labels("ok").inc()
-        log.info("config_reloaded", generation=gateway.current.generation)
+        return "reading it failed; the log knows more"
+    gateway.metrics.config_reload.labels("ok").inc()
+    log.info("config_reloaded", generation=gateway.current.generation)
+    return None
 
 
 async def _changes(gateway: Gateway, source: Source) -> None:

@@ -98,6 +98,12 @@ class TenantSettings(Section):
     tokens_per_minute: int | None = Field(default=None, ge=1)
 
 
+class AdminSettings(Section):
+    """`key_file` holds the key of `/admin`, under the rules of a secret; without it there is no administration."""
+
+    key_file: Path | None = None
+
+
 class Limits(Section):
     """Bounds on what is taken in. Full queues answer 503, a tenant over its share 429, both with `Retry-After`."""
 
@@ -158,6 +164,7 @@ class Settings(BaseSettings):
     policy: dict[str, Any] = {"name": "confidence"}
     tenants: dict[Name, TenantSettings] = {DEFAULT_TENANT: TenantSettings()}
     limits: Limits = Limits()
+    admin: AdminSettings = AdminSettings()
     deadlines: Deadlines = Deadlines()
     handoff: HandoffSettings = HandoffSettings()
     breaker: BreakerSettings = BreakerSettings()
@@ -220,7 +227,7 @@ class Settings(BaseSettings):
 
 
 def load(path: Path) -> Settings:
-    """Reads and validates the file. A relative `secret_file` is taken from the file's own folder."""
+    """Reads and validates the file. Relative paths of secrets are taken from the file's own folder."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -230,7 +237,14 @@ def load(path: Path) -> Settings:
     if not isinstance(content, dict):
         raise SettingsError(f"{path} must hold a mapping with the keys {', '.join(Settings.model_fields)}")
     settings = from_values(content)
-    return settings.model_copy(update={"secret_file": path.parent / settings.secret_file})
+    return _located(settings, path.parent)
+
+
+def _located(settings: Settings, folder: Path) -> Settings:
+    changes: dict[str, Any] = {"secret_file": folder / settings.secret_file}
+    if settings.admin.key_file is not None:
+        changes["admin"] = AdminSettings(key_file=folder / settings.admin.key_file)
+    return settings.model_copy(update=changes)
 
 
 def from_values(values: dict[str, Any]) -> Settings:
@@ -243,12 +257,13 @@ def from_values(values: dict[str, Any]) -> Settings:
         raise SettingsError(f"environment: {error}") from error
 
 
-def read_secret(path: Path) -> str:
-    """The cluster secret. Raises `SettingsError` for a file that is missing, or that others could read."""
+def read_secret(path: Path, key: str = "secret_file") -> str:
+    """The secret in the file that `key` names. Raises `SettingsError` for one that is missing, or that others could
+    read."""
     try:
         return secret.read_secret(path)
     except secret.SecretUnusable as error:
-        raise SettingsError(f"secret_file: {error}") from error
+        raise SettingsError(f"{key}: {error}") from error
 
 
 def _unique(what: str, names: list[str]) -> None:
@@ -274,6 +289,7 @@ def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
         "server": ServerSettings,
         "registry": RegistrySettings,
         "tenants": TenantSettings,
+        "admin": AdminSettings,
         "limits": Limits,
         "deadlines": Deadlines,
         "handoff": HandoffSettings,

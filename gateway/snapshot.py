@@ -25,19 +25,23 @@ from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.prefixes import Prefixes
 from gateway.quotas import Quotas
-from gateway.settings import Settings
-from gateway.tenants import Tenants
+from gateway.settings import Settings, read_secret
+from gateway.tenants import AdminKey, Tenants
+from gateway.usage import Usage
 
 STOP_S = 2.0  # at the end no request is left, and so nothing to wait for
 FIXED = ("server", "secret_file")  # what a running process cannot change
 
 
 class Snapshot:
-    def __init__(self, generation: int, settings: Settings, parts: Parts, tenants: Tenants):
+    def __init__(
+        self, generation: int, settings: Settings, parts: Parts, tenants: Tenants, admin_key: AdminKey | None
+    ):
         self.generation = generation
         self.settings = settings
         self.parts = parts
         self.tenants = tenants
+        self.admin_key = admin_key
         self._num_held = 0
         self._unheld = asyncio.Event()
         self._unheld.set()
@@ -66,6 +70,7 @@ class Gateway:
         """Raises `SettingsError` for an address that others can reach while no tenant has an API key."""
         settings.check_bind()
         self.metrics = Metrics()
+        self.usage = Usage()
         self.is_draining = False
         self._secret = secret
         self._transports = transports
@@ -120,7 +125,8 @@ class Gateway:
             self._retire(before, after)
 
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
-        tenants, old = Tenants(settings, self._secret), before.parts if before else None
+        tenants, admin_key = Tenants(settings, self._secret), _admin_key(settings)
+        old = before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
         if old is not None and settings.registry == old.settings.registry:
             prefixes, caches, quotas = old.prefixes, old.caches, old.quotas
@@ -132,8 +138,8 @@ class Gateway:
             shares = old.shares
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
-        parts = Parts(settings, fleet, prefixes, caches, self.metrics, shares, quotas)
-        return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants)
+        parts = Parts(settings, fleet, prefixes, caches, self.metrics, shares, quotas, self.usage)
+        return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants, admin_key)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:
         earlier = [task for task in self._retiring if not task.done()]
@@ -147,6 +153,11 @@ class Gateway:
         await _closed(before, after)
         for worker_id in set(before.settings.workers) - set(self.current.settings.workers):
             self.metrics.forget_worker(worker_id)
+
+
+def _admin_key(settings: Settings) -> AdminKey | None:
+    path = settings.admin.key_file
+    return AdminKey(read_secret(path, "admin.key_file"), settings) if path is not None else None
 
 
 async def _closed(one: Snapshot, but: Snapshot) -> None:

@@ -7,7 +7,7 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from gateway.errors import AuthenticationFailed
+from gateway.errors import AuthenticationFailed, SettingsError
 from gateway.settings import DEFAULT_TENANT, Settings
 
 
@@ -33,15 +33,38 @@ class Tenants:
         """The tenant behind an `Authorization` header. Where no key is configured, everyone is the default tenant."""
         if not self._keys:
             return self._by_name[DEFAULT_TENANT]
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY`")
-        offered = hashlib.sha256(key.strip().encode()).hexdigest()
+        offered = key_hash(_offered(authorization))
         # Every key is compared, so that the time taken tells nothing of which one was close.
         found = [name for known, name in self._keys if secrets.compare_digest(known, offered)]
         if not found:
             raise AuthenticationFailed("unknown API key")
         return self._by_name[found[0]]
+
+
+class AdminKey:
+    """The one key of the administration. Raises `SettingsError` where a tenant has it too."""
+
+    def __init__(self, key: str, settings: Settings):
+        self._hash = key_hash(key)
+        if any(self._hash in tenant.api_keys for tenant in settings.tenants.values()):
+            raise SettingsError("admin.key_file: this key is a tenant's, too; the administration needs one of its own")
+
+    def check(self, authorization: str | None) -> None:
+        """Raises `AuthenticationFailed`."""
+        if not secrets.compare_digest(self._hash, key_hash(_offered(authorization))):
+            raise AuthenticationFailed("unknown admin key")
+
+
+def key_hash(key: str) -> str:
+    """A key as it is kept."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _offered(authorization: str | None) -> str:
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY`")
+    return key.strip()
 
 
 def _tenant(name: str, settings: Settings, secret: str) -> Tenant:

@@ -61,6 +61,7 @@ class Worker:
         self.info: WorkerInfo | None = None
         self.epoch: str | None = None
         self.num_in_flight = 0
+        self.is_drained = False  # an operator wants it left alone
         self._on_restart = on_restart
         self._gate = gate
         self._times = times
@@ -75,7 +76,7 @@ class Worker:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_up and self.breaker.admits
+        return self.is_up and not self.is_drained and self.breaker.admits
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -91,6 +92,7 @@ class Worker:
         """What is known of the same process: all but its circuits."""
         self.info, self.epoch, self._misses = other.info, other.epoch, other._misses
         self._prefill_rate, self._map_rate = other._prefill_rate, other._map_rate
+        self.is_drained = other.is_drained
 
     async def look(self) -> None:
         """Asks how the worker is; its epoch tells whether it restarted meanwhile."""

@@ -32,6 +32,10 @@ def error_reply(error: KvrelayError, headers: dict[str, str] | None = None) -> R
     return json_reply(told.body(), told.status, errors.reply_headers(told) | (headers or {}))
 
 
+def no_such_route(request: Request) -> NotFound:
+    return NotFound(f"{request.method} {request.url.path}: there is no such route")
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvrelayError)
     if errors.for_client(error) is not error:
@@ -47,5 +51,5 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return error_reply(
             MethodNotAllowed(f"{request.method} {request.url.path}: allowed is {allowed}"), dict(error.headers or {})
         )
-    return error_reply(NotFound(f"{request.method} {request.url.path}: there is no such route"))
+    return error_reply(no_such_route(request))
 
