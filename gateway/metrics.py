@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from gateway.breaker import State
 from gateway.turn import Report
+from workers.api.tasks import num_tasks
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -80,6 +81,7 @@ class Metrics:
         self.config_generation = gauge("config_generation", "How many configurations this process has used")
         self.config_reload = count("config_reload_total", "Configurations read anew, by what came of it", "result")
         self.worker_restarts = count("worker_restarts_total", "Restarts noticed by a new epoch", "target")
+        gauge("asyncio_tasks", "Tasks of the event loop").set_function(num_tasks)
         self.client_disconnects = count("client_disconnects_total", "Clients that hung up", "phase")
 
     def circuit_changed(self, target: str, to: State) -> None:

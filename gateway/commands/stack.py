@@ -274,10 +274,15 @@ def _is_address(url: Any) -> bool:
         return False
 
 
+def segments(worker_id: str) -> list[Path]:
+    """What workers of that name have in shared memory, or had when they were killed."""
+    return list(Path("/dev/shm").glob(f"kvrelay-{os.getuid()}-{worker_id}-*"))
+
+
 def remove_segments(worker_id: str) -> None:
     """Unlink what a worker that was killed left in shared memory; not what a worker of that name in another stack has
     there, which holds a lock on it for as long as it lives."""
-    for path in Path("/dev/shm").glob(f"kvrelay-{os.getuid()}-{worker_id}-*"):
+    for path in segments(worker_id):
         try:
             with path.open("rb") as segment:
                 fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
