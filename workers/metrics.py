@@ -8,6 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from workers.api.schemas import Path
+from workers.api.tasks import num_tasks
 
 PREFIX = "kvrelay"
 TTFT_BUCKETS = (
@@ -47,6 +48,7 @@ class WorkerMetrics:
             self._exact_ratio
         )
         self.upgrades = self._counter("cache_upgrades_total", "Mapped caches read again natively, by outcome", "result")
+        self._gauge("asyncio_tasks", "Tasks of the event loop").set_function(num_tasks)
         self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV the pool had no room for")
 
     def watch(
