@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ _MAGIC = b"KVRELAY\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI4xQQQ32s")
 _PAGE = 4096
+TRIES, BETWEEN_TRIES_S = 50, 0.002  # at the lock of an owner that seems dead
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME = re.compile(rf"kvrelay-\d+-{_WORKER.pattern}-[0-9a-f]{{32}}")
 
@@ -168,12 +170,24 @@ def _reclaim(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if not _lock(fd, fcntl.LOCK_EX):
+        if not _taken_over(fd):
             return False
         path.unlink(missing_ok=True)
         return True
     finally:
         os.close(fd)
+
+
+def _taken_over(fd: int) -> bool:
+    """Whether the lock could be had: not from a living owner. Who only asks for the owner shares it for an instant."""
+    for _ in range(TRIES):
+        if _lock(fd, fcntl.LOCK_EX):
+            return True
+        if not _lock(fd, fcntl.LOCK_SH):
+            return False
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        time.sleep(BETWEEN_TRIES_S)
+    return False
 
 
 def _create_locked(path: Path) -> int:

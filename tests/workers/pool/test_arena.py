@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,6 +215,7 @@ def test_a_tensor_outlives_its_closed_segment(tmp_path: Path) -> None:
 
 _OWNER = """
 import sys
+import threading
 from pathlib import Path
 from workers.pool.segment import Header, Segment
 segment = Segment.create("other-1", Header(4, 100, sys.argv[2]), Path(sys.argv[1]))
@@ -224,6 +226,7 @@ sys.stdin.read()
 
 _READER = """
 import sys
+import threading
 from pathlib import Path
 from workers.pool.segment import Segment
 segment = Segment.attach(sys.argv[2], Path(sys.argv[1]))
@@ -296,3 +299,17 @@ def test_a_file_reclaimed_before_its_owner_had_the_lock_is_made_again(
     assert reclaimed[-1] == [made.name]
     Segment.attach(made.name, tmp_path).close()
     made.close()
+
+
+def test_who_only_looks_for_the_owner_does_not_keep_a_dead_ones_file(
+    owner: tuple[subprocess.Popen[str], str], tmp_path: Path
+) -> None:
+    process, name = owner
+    process.kill()
+    process.wait()
+    with (tmp_path / name).open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.02, fcntl.flock, (looking, fcntl.LOCK_UN))
+        timer.start()
+        assert reclaim_dead_segments(tmp_path) == [name]
+        timer.join()
