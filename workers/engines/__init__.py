@@ -1,4 +1,5 @@
-"""Engines by name. An engine's module is imported when it is loaded: only then do torch and transformers come in."""
+"""Engines by name. An engine's module is imported when it is loaded: only then do torch and
+transformers, or vLLM, come in."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ if TYPE_CHECKING:
     from workers.engines.base import Engine
     from workers.settings import WorkerSettings
 
-ENGINES = {"transformers": "workers.engines.transformers.loading:load"}
+ENGINES = {
+    "transformers": "workers.engines.transformers.loading:load",
+    "vllm": "workers.engines.vllm.loading:load",
+}
 
 
 def load_engine(settings: WorkerSettings) -> Engine:

@@ -5,6 +5,7 @@
     sequence.load(source, n)                          KV of the first n tokens, supplied from outside
     sequence.read(token_ids)                          KV of further tokens, computed natively
     sequence.generate(sampling, n)    ─►  Token ...   each written token is read in turn
+    sequence.fetch(begin)
     sequence.kv(begin, end)           ─►  KVCache     what is worth keeping
 
 An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP, and no text but its tokenizer's.
@@ -13,19 +14,41 @@ An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.schemas import KVLayout
+from workers.api.errors import InvalidRequest
+from workers.api.schemas import KVLayout, PoolExport
 from workers.engines.admission import Admission, Claim
 from workers.engines.compute import Compute
 from workers.engines.rates import RateMeter
 from workers.engines.tokenizer import Tokenizer
 
-# Copies the KV of the first tokens into the views it is given. Runs on the compute thread.
-KVSource = Callable[[KVCache], object]
+
+class KVSource(Protocol):
+    """The KV of a sequence's first tokens, which stands in a pool and stays as it is until the sequence closes."""
+
+    def __call__(self, views: KVCache, /) -> object:
+        """Copy it into these views. Runs on the compute thread."""
+
+    @property
+    def place(self) -> PoolPlace:
+        """Where it stands, for an engine that copies it itself, in another process."""
+
+
+@dataclass(frozen=True)
+class PoolPlace:
+    """Blocks of a pool, from token 0 on, and their generations."""
+
+    pool: PoolExport
+    layout: KVLayout
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -92,13 +115,21 @@ class TokenSequence(ABC):
     async def predict(self, token_ids: Sequence[int]) -> list[int]:
         """Read these tokens; the most likely next token after each of them."""
 
+    async def logprobs(self, token_ids: Sequence[int]) -> Tensor:
+        """Read these tokens, all in one step; log-probabilities `(T, vocab)`, float32 on the CPU, of the next token
+        after each of them. Raises `InvalidRequest` for an engine that does not tell them."""
+        raise InvalidRequest("this engine tells no whole distributions")
+
     @abstractmethod
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens."""
 
+    async def fetch(self, begin: int) -> None:  # noqa: B027 - working memory of this process is within reach
+        """Bring the KV of tokens from `begin` on within reach of `kv`, where it stands in another process."""
+
     @abstractmethod
     def kv(self, begin: int, end: int) -> KVCache:
-        """KV of tokens `[begin, end)`, as views of working memory: good until the sequence goes on or closes."""
+        """KV of tokens `[begin, end)`, which was fetched, as views: good until the sequence goes on or closes."""
 
 
 class Engine(ABC):

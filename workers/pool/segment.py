@@ -74,14 +74,15 @@ class Header:
 
 
 class Segment:
-    """A mapped pool file. Writable for its owner (`create`), read-only for everyone else (`attach`)."""
+    """A mapped pool file. Writable for its owner (`create`) and whom it lets write, read-only for everyone else
+    (`attach`)."""
 
-    def __init__(self, fd: int, path: Path, header: Header, *, owner: bool):
+    def __init__(self, fd: int, path: Path, header: Header, *, owner: bool, writable: bool = False):
         self.path = path
         self.header = header
         self._fd: int | None = fd
         self._owner = owner
-        access = mmap.ACCESS_WRITE if owner else mmap.ACCESS_READ
+        access = mmap.ACCESS_WRITE if owner or writable else mmap.ACCESS_READ
         memory = mmap.mmap(fd, header.size, access=access)
         self.generations: Generations = np.frombuffer(memory, np.int64, header.num_blocks, _PAGE)
         self.blocks = memoryview(memory)[header.data_offset :]
@@ -101,14 +102,15 @@ class Segment:
             raise
 
     @staticmethod
-    def attach(name: str, directory: Path = SHM) -> Segment:
-        """Another process's file, read-only. Refuses a name that is not a pool's, and a file that another user can
-        reach."""
+    def attach(name: str, directory: Path = SHM, *, writable: bool = False) -> Segment:
+        """Another process's file; `writable` for one that writes blocks in its owner's name. Refuses a name that is not
+        a pool's, and a file that another user can reach."""
         if not _NAME.fullmatch(name):
             raise TransferFailed(f"{name!r} does not name a pool's file (kvrelay-<uid>-<worker>-<epoch>)")
         path = directory / name
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            access = os.O_RDWR if writable else os.O_RDONLY
+            fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise CacheStale(f"the pool {name} is gone: {error.strerror}") from error
         try:
@@ -116,7 +118,7 @@ class Segment:
             header = Header.unpack(os.pread(fd, _HEADER.size, 0))
             if os.fstat(fd).st_size < header.size:
                 raise TransferFailed(f"the pool {name} is cut short: {os.fstat(fd).st_size} of {header.size} bytes")
-            return Segment(fd, path, header, owner=False)
+            return Segment(fd, path, header, owner=False, writable=writable)
         except BaseException:
             os.close(fd)
             raise

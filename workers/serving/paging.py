@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from mappers.cache import KVCache
 from workers.engines.admission import Claim
-from workers.engines.base import Engine, TokenSequence
+from workers.engines.base import Engine, PoolPlace, TokenSequence
+from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.serving.reuse import Reuse
+
+
+@dataclass(frozen=True)
+class PooledKV:
+    """The first tokens of the sequence in blocks that somebody holds, as an engine's `KVSource`."""
+
+    pool: Pool
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+    def __call__(self, views: KVCache) -> object:
+        return self.pool.gather(self.blocks, 0, self.num_tokens, views)
+
+    @property
+    def place(self) -> PoolPlace:
+        used = self.blocks[: blocks_for(self.num_tokens, self.pool.layout.block_tokens)]
+        generations = tuple(self.pool.arena.generations_of(used))
+        return PoolPlace(self.pool.export(), self.pool.layout, used, generations)
 
 
 async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
@@ -21,8 +42,7 @@ async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int],
 async def load_reused(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
     """The first part of `page_in`."""
     if reuse.hold is not None and reuse.num_tokens:
-        source = partial(pool.gather, reuse.hold.blocks, 0, reuse.num_tokens)
-        await sequence.load(token_ids[: reuse.num_tokens], source)
+        await sequence.load(token_ids[: reuse.num_tokens], PooledKV(pool, reuse.hold.blocks, reuse.num_tokens))
 
 
 async def page_out(
@@ -32,6 +52,7 @@ async def page_out(
 
     Raises `Overloaded` or `InvalidRequest` if the pool has no room.
     """
+    await sequence.fetch(reuse.num_tokens)
     return await engine.compute.run(
         partial(store, pool, sequence, reuse, salt=salt, ttl_s=ttl_s), priority=claim.priority
     )

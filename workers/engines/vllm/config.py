@@ -1,0 +1,159 @@
+"""What the connector is told (`kv_connector_extra_config`) and what it learns of vLLM's model: its two sides are made
+of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from mappers.errors import MapperError
+from mappers.fingerprint import fingerprint, tokenizer_digest
+from mappers.models import geometry_of, local_folder
+from workers.api.errors import KvrelayError
+from workers.api.parent import CannotFollow, die_with_parent
+from workers.api.schemas import KVLayout
+from workers.bundles import Bundles, load_bundles
+from workers.engines.vllm.exchange import create_exchange
+from workers.engines.vllm.moving import PagedCache, WorkerSide
+from workers.engines.vllm.plan import Target
+from workers.engines.vllm.scheduling import SchedulerSide
+from workers.settings import Gate, SettingsError
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class ConnectorSettings(BaseModel):
+    """`name` stands in the exchange's file name, `model` is what tickets call our model, `transports` are those that a
+    step may wait for. With `die_with_parent` the process ends when the one that started it does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(default="vllm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    model: str | None = None
+    bundles: list[str] = []
+    gate: Gate = Gate()
+    exchange_bytes: ByteSize = Field(default=ByteSize(256 * 2**20), gt=0)
+    block_tokens: int = Field(default=32, ge=1, le=1024)
+    transports: list[str] = ["inproc", "shm", "cuda_ipc"]
+    die_with_parent: bool = False
+
+    @staticmethod
+    def of(extra_config: Mapping[str, Any]) -> ConnectorSettings:
+        try:
+            return ConnectorSettings.model_validate(dict(extra_config))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            told = f"{where}: {first['msg']}, got {first['input']!r}"
+            raise SettingsError(f"kv_connector_extra_config: {told}") from error
+
+    def follow_parent(self) -> None:
+        if self.die_with_parent:
+            try:
+                die_with_parent(0)
+            except CannotFollow as error:
+                raise SettingsError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """vLLM's model as kvrelay names it. `layout` is that of the exchange: all heads, whatever a worker holds."""
+
+    folder: Path
+    name: str
+    fingerprint: str
+    layout: KVLayout
+    max_model_len: int
+    paged_block_tokens: int
+    device: str
+
+    @staticmethod
+    def of(vllm_config: Any, settings: ConnectorSettings) -> EngineModel:
+        model = vllm_config.model_config
+        try:
+            folder = local_folder(model.model)
+            geometry = geometry_of(model.hf_config)
+            return EngineModel(
+                folder=folder,
+                name=settings.model or folder.name,
+                fingerprint=fingerprint(folder),
+                layout=KVLayout(
+                    num_layers=geometry.num_layers,
+                    num_kv_heads=geometry.num_kv_heads,
+                    head_dim=geometry.head_dim,
+                    block_tokens=settings.block_tokens,
+                    dtype=str(model.dtype).removeprefix("torch."),
+                ),
+                max_model_len=model.max_model_len,
+                paged_block_tokens=vllm_config.cache_config.block_size,
+                device=str(vllm_config.device_config.device_type),
+            )
+        except (MapperError, KvrelayError) as error:
+            raise SettingsError(f"kvrelay's connector cannot serve {model.model!r}: {error}") from error
+
+    def check(self, kv_cache_config: Any, load_failure_policy: str) -> None:
+        """Raise `SettingsError` for what the connector cannot serve."""
+        if load_failure_policy != "recompute":
+            raise SettingsError(
+                f"kv_load_failure_policy is {load_failure_policy!r}; it must be 'recompute', or a source that cannot "
+                "be read becomes an error of the request"
+            )
+        if reason := refusal_of(kv_cache_config):
+            raise SettingsError(f"kvrelay's connector cannot serve {self.name}: {reason}")
+
+    def in_order(self, kv_caches: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """vLLM's layers in the model's order."""
+        by_number = {number_of(name): cache for name, cache in kv_caches.items()}
+        if sorted(by_number) != list(range(self.layout.num_layers)):
+            raise SettingsError(
+                f"vLLM has KV of layers {sorted(by_number)}; {self.name} has {self.layout.num_layers} layers"
+            )
+        return tuple(by_number[number] for number in sorted(by_number))
+
+    def scheduler_side(self, settings: ConnectorSettings) -> SchedulerSide:
+        try:
+            exchange = create_exchange(settings.name, self.layout, settings.exchange_bytes, self.fingerprint)
+        except KvrelayError as error:
+            raise SettingsError(f"kvrelay's connector: {error.message}") from error
+        target = Target(exchange, self._bundles(settings).usable, settings.transports, self.max_model_len)
+        return SchedulerSide(target, self.name, self.paged_block_tokens)
+
+    def worker_side(self, settings: ConnectorSettings, cache: PagedCache) -> WorkerSide:
+        return WorkerSide(cache, self._bundles(settings).usable(), self.layout)
+
+    def _bundles(self, settings: ConnectorSettings) -> Bundles:
+        return load_bundles(
+            settings.bundles,
+            target_fingerprint=self.fingerprint,
+            target_tokenizer=tokenizer_digest(self.folder),
+            gate=settings.gate,
+            device=self.device,
+        )
+
+
+def refusal_of(kv_cache_config: Any) -> str | None:
+    """Why KV that is laid out so can be neither loaded nor saved, None if it can."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"its layers form {len(groups)} KV groups (hybrid); tickets hold one kind of KV for all layers"
+    spec = groups[0].kv_cache_spec
+    kind = type(spec).__name__
+    if getattr(spec, "sliding_window", None) is not None or "SlidingWindow" in kind:
+        return f"its layers have a sliding window ({kind}): vLLM forgets what a ticket holds"
+    if kind != "FullAttentionSpec":
+        return f"its KV is {kind}; keys and values of full attention are needed"
+    return None
+
+
+def number_of(layer_name: str) -> int:
+    """The number in a name like `model.layers.7.self_attn.attn`."""
+    found = _LAYER.search(layer_name)
+    if found is None:
+        raise SettingsError(f"vLLM's layer {layer_name!r} has no number in its name")
+    return int(found.group(1))

@@ -1,0 +1,114 @@
+"""From the tickets of a request to what is loaded for it. Everything is checked here, before a block is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mappers.cache import KVGeometry
+from mappers.mapper import Mapper
+from workers.api.errors import CacheMismatch, InvalidRequest, TransferFailed
+from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.engines.vllm.params import LoadPart, TransferParams
+from workers.handoff.plan import check_tokens, plan_handoff
+from workers.pool.entries import EXACT
+from workers.pool.pool import Pool
+
+MIN_TOKENS = 16  # fewer are read natively: nearly all prompts share their first few tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens `[begin, end)` of the prompt, out of the ticket's cache; through the bundle `mapper` unless it is None."""
+
+    ticket: Ticket
+    begin: int
+    end: int
+    mapper: str | None
+
+    @property
+    def provenance(self) -> str:
+        return self.ticket.provenance if self.mapper is None else f"mapped:{self.mapper}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a load goes into: our model's weights and KV are those of `pool`; `transports` are those that a step of the
+    engine may wait for."""
+
+    pool: Pool
+    mappers: Callable[[], Sequence[Mapper]]
+    transports: Sequence[str]
+    max_tokens: int
+
+
+def plan_load(params: TransferParams, prompt: Sequence[int], target: Target) -> tuple[Part, ...]:
+    """The parts, one behind the other from token 0 on; none if nothing is asked for.
+
+    Raises `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`, `InvalidRequest`, `TransferFailed`.
+    """
+    parts: list[Part] = []
+    for asked in params.load:
+        begin = parts[-1].end if parts else 0
+        parts.append(_plan_part(asked, begin, params.tenant_salt, prompt, target))
+    if parts and parts[-1].end < MIN_TOKENS:
+        raise CacheMismatch(f"the tickets cover {parts[-1].end} tokens of the prompt; at least {MIN_TOKENS} are needed")
+    return tuple(parts)
+
+
+def provenance_of(parts: Sequence[Part]) -> str:
+    """What was read over these parts is, like them: exact only if all of them are."""
+    return next((part.provenance for part in parts if part.provenance != EXACT), EXACT)
+
+
+def isolating_salt(own: str | None, params: TransferParams) -> str:
+    """The salt under which vLLM's own prefix cache keeps what is loaded so: found again by whoever loads the same
+    caches under the same salts, and by nobody else."""
+    named = [own or "", params.tenant_salt, *(part.ticket.cache_id for part in params.load)]
+    return hashlib.sha256("\0".join(["kvrelay/loaded/1", *named]).encode()).hexdigest()
+
+
+def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], target: Target) -> Part:
+    ticket = asked.ticket
+    check_tokens(ticket, salt)
+    if ticket.pool.kind not in target.transports:
+        raise TransferFailed(
+            f"a {ticket.pool.kind} pool is not read within a step of vLLM; those are: {', '.join(target.transports)}"
+        )
+    end = min(asked.num_tokens or ticket.num_tokens, _common_prefix(ticket.token_ids, prompt))
+    if end <= begin:
+        raise CacheMismatch(
+            f"{ticket.cache_id} and the prompt share {end} tokens; it was to supply those from {begin} on"
+        )
+    if ticket.fingerprint == target.pool.fingerprint:
+        _check_geometry(ticket, target.pool.layout)
+        return Part(ticket, begin, end, None)
+    request = TransferRequest(
+        cache_id=ticket.cache_id,
+        source_worker=ticket.model,
+        mapper=asked.mapper,
+        num_tokens=end,
+        native_head=begin,
+        tenant_salt=salt,
+        deadline_ms=1,  # nothing here waits
+    )
+    plan = plan_handoff(request, ticket, target.pool, target.mappers(), max_tokens=target.max_tokens)
+    return Part(ticket, begin, end, plan.mapper.bundle_id)
+
+
+def _check_geometry(ticket: Ticket, layout: KVLayout) -> None:
+    found, ours = (KVGeometry(x.num_layers, x.num_kv_heads, x.head_dim) for x in (ticket.layout, layout))
+    if found != ours:
+        raise CacheMismatch(f"{ticket.cache_id} has {found}; this model has {ours}", param="layout")
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def check_prompt(prompt: Sequence[int] | None) -> Sequence[int]:
+    if prompt is None:
+        raise InvalidRequest("a prompt of embeddings has no tokens to compare with a cache's")
+    return prompt

@@ -1,0 +1,257 @@
+"""`SchedulerSide`: the connector in vLLM's scheduler.
+
+    arrived    the tickets are checked, once; what is loaded gets a salt of its own in vLLM's prefix cache
+    matched    how many tokens it may count on beyond those that it has; asked again and again, looked up never
+    allocated  the paged blocks that they go into
+    step       what the next step loads, and saves
+    settled    what the workers say of the step: loads that failed, saves that are done
+    finished   the report that goes into the reply
+
+Whatever a request brings, nothing here raises: vLLM's engine would end with it. What cannot be done is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workers.api.errors import KvrelayError
+from workers.engines.vllm.params import Publish, TransferParams, TransferReport, parse
+from workers.engines.vllm.plan import (
+    MIN_TOKENS,
+    Part,
+    Target,
+    check_prompt,
+    isolating_salt,
+    plan_load,
+    provenance_of,
+)
+from workers.engines.vllm.steps import Load, Save, StepWork
+from workers.pool.blocks import blocks_for
+from workers.pool.entries import EXACT, Hold, Lease, Span
+from workers.pool.pool import Pool
+from workers.pool.tickets import TicketOffice
+
+log = logging.getLogger(__name__)
+
+BlocksOf = Callable[[str], Sequence[int]]
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's `Request`."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    num_computed_tokens: int
+    cache_salt: str | None
+    kv_transfer_params: Any
+
+
+@dataclass
+class Saving:
+    """Blocks of the exchange that a step writes. `is_done` is None until the workers have told."""
+
+    hold: Hold
+    is_done: bool | None = None
+
+
+@dataclass
+class RequestState:
+    request: EngineRequest
+    salt: str = ""
+    parts: tuple[Part, ...] = ()
+    provenance: str = EXACT  # that of the parts, also after some could not be read
+    publish: Publish | None = None
+    refused: str | None = None
+    load: Load | None = None  # into the blocks that were allocated last
+    is_loading: bool = False  # the next step is to do it
+    loaded_tokens: int = 0
+    saving: Saving | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.prompt_token_ids or []
+
+    @property
+    def end(self) -> int:
+        """Up to where the parts may be used: at least one token is left to compute."""
+        return min(self.parts[-1].end, len(self.prompt) - 1) if self.parts else 0
+
+    def lose(self, failed_blocks: Collection[int], block_tokens: int) -> None:
+        """What was loaded into these blocks is computed instead. Nothing is offered to this request again: what failed
+        once would fail for ever."""
+        lost = [at for at, block in enumerate(self.load.blocks) if block in failed_blocks] if self.load else []
+        if lost:
+            self.parts, self.refused = (), "a source could not be read, so the prompt was"
+            self.loaded_tokens = lost[0] * block_tokens
+
+
+@dataclass
+class _Published:
+    """A lease that was told before the workers have confirmed what it lends."""
+
+    lease: Lease
+    hold: Hold = field(repr=False)
+
+
+class SchedulerSide:
+    """`pool` is the exchange: what is published stands there, and only as long as it is lent."""
+
+    def __init__(self, target: Target, model: str, block_tokens: int):
+        self._target = target
+        self._block_tokens = block_tokens  # of vLLM's paged blocks
+        self._tickets = TicketOffice(target.pool, model)
+        self._states: dict[str, RequestState] = {}
+        self._unconfirmed: dict[str, _Published] = {}
+        self._late: dict[str, Hold] = {}  # of requests that ended while a step wrote for them
+
+    @property
+    def pool(self) -> Pool:
+        return self._target.pool
+
+    @property
+    def num_open(self) -> int:
+        """Requests, and blocks of ended ones, that something is still kept for."""
+        return len(self._states) + len(self._unconfirmed) + len(self._late)
+
+    def arrived(self, request: EngineRequest) -> str | None:
+        """The salt under which vLLM must keep this request's blocks, None if its own will do."""
+        if request.kv_transfer_params is None:
+            return None
+        state = self._states[request.request_id] = RequestState(request)
+        try:
+            params = parse(request.kv_transfer_params)
+            state.salt, state.publish = params.tenant_salt, params.publish
+            self._release(params)
+            state.parts = plan_load(params, check_prompt(request.prompt_token_ids), self._target)
+            state.provenance = provenance_of(state.parts)
+        except KvrelayError as error:
+            state.refused = error.message
+        except Exception as error:  # a bug of ours must not end the engine
+            log.exception("a request's kv_transfer_params were not understood")
+            state.refused = f"internal error: {type(error).__name__}"
+        return isolating_salt(request.cache_salt, params) if state.parts else None
+
+    def matched(self, request_id: str, num_computed: int) -> int:
+        """Tokens to be loaded behind the first `num_computed`. Synchronously, so nothing is ever waited for."""
+        state = self._states.get(request_id)
+        if state is None or state.end - num_computed < MIN_TOKENS:
+            return 0
+        return state.end - num_computed
+
+    def allocated(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
+        """`num_tokens` of what `matched` offered go into the sequence's `blocks`."""
+        state = self._states.get(request_id)
+        if state is None or not num_tokens:
+            return
+        needed = blocks_for(state.end, self._block_tokens)
+        state.loaded_tokens, state.is_loading = state.end, True
+        state.load = Load(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks[:needed]))
+
+    def step(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepWork:
+        """For a step that computes so many tokens of each request."""
+        loads, saves = [], []
+        for request_id, num_tokens in scheduled.items():
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            if state.load is not None and state.is_loading:
+                loads.append(state.load)
+                state.is_loading = False
+            if self._is_whole(state, num_tokens) and (save := self._begin_save(state, blocks_of)):
+                saves.append(save)
+        return StepWork(tuple(loads), tuple(saves))
+
+    def settled(self, failed_blocks: Collection[int], saved: Mapping[str, bool]) -> None:
+        """`failed_blocks` could not be loaded; of `saved` each save tells whether it was done."""
+        if failed_blocks:
+            for state in self._states.values():
+                state.lose(failed_blocks, self._block_tokens)
+        for request_id, is_done in saved.items():
+            self._confirm(request_id, is_done)
+
+    def finished(self, request_id: str, *, is_whole: bool) -> dict[str, Any] | None:
+        """The report of a request that ended; `is_whole` unless it was aborted. None for one that asked nothing."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        report = TransferReport(loaded_tokens=state.loaded_tokens, refused=state.refused)
+        if state.saving is not None and is_whole:
+            report = self._published(state, state.saving, report)
+        elif state.saving is not None:
+            self._let_go(request_id, state.saving)
+        return report.model_dump()
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _is_whole(self, state: RequestState, num_scheduled: int) -> bool:
+        return (
+            state.publish is not None
+            and state.saving is None
+            and state.request.num_computed_tokens + num_scheduled >= len(state.prompt) > 0
+        )
+
+    def _begin_save(self, state: RequestState, blocks_of: BlocksOf) -> Save | None:
+        request_id, num_tokens = state.request.request_id, len(state.prompt)
+        try:
+            hold = self.pool.allocate(blocks_for(num_tokens, self.pool.layout.block_tokens))
+        except KvrelayError as error:
+            state.publish, state.refused = None, error.message
+            return None
+        state.saving = Saving(hold)
+        return Save(request_id, num_tokens, tuple(blocks_of(request_id)), self.pool.export(), hold.blocks)
+
+    def _confirm(self, request_id: str, is_done: bool) -> None:
+        if (late := self._late.pop(request_id, None)) is not None:
+            late.release()
+        elif (published := self._unconfirmed.pop(request_id, None)) is not None:
+            if not is_done:
+                self.pool.release(published.lease.entry.cache_id, published.lease.lease_id)
+            published.hold.release()
+        elif (state := self._states.get(request_id)) is not None and state.saving is not None:
+            state.saving.is_done = is_done
+            if not is_done:  # the load before it failed: the prompt is computed anew, and saved then
+                state.saving.hold.release()
+                state.saving = None
+
+    def _published(self, state: RequestState, saving: Saving, report: TransferReport) -> TransferReport:
+        request_id = state.request.request_id
+        try:
+            lease = self._lend(state, saving.hold)
+        except KvrelayError as error:
+            self._let_go(request_id, saving)
+            return report.model_copy(update={"refused": error.message})
+        if saving.is_done is None:  # the workers' word on a step comes after the replies that it made
+            self._unconfirmed[request_id] = _Published(lease, saving.hold)
+        else:
+            saving.hold.release()
+        return report.model_copy(update={"ticket": self._tickets.ticket(lease)})
+
+    def _let_go(self, request_id: str, saving: Saving) -> None:
+        if saving.is_done is None:
+            self._late[request_id] = saving.hold  # the step that writes into it may still run
+        else:
+            saving.hold.release()
+
+    def _lend(self, state: RequestState, hold: Hold) -> Lease:
+        """A lease on what was saved; the cache itself is forgotten, so that it goes when the lease does."""
+        assert state.publish is not None, "what is saved was to be published"
+        ttl_s = state.publish.ttl_s
+        entry = self.pool.put(
+            hold.blocks,
+            state.prompt,
+            state.salt,
+            ttl_s=ttl_s,
+            provenance=state.provenance,
+            mapped=None if state.provenance == EXACT else Span(0, len(state.prompt)),
+        )
+        lease = self.pool.lease(entry.cache_id, state.salt, ttl_s=ttl_s)
+        self.pool.drop(entry.cache_id, state.salt)
+        return lease
+
+    def _release(self, params: TransferParams) -> None:
+        for lent in params.release:
+            self.pool.release(lent.cache_id, lent.lease_id)
