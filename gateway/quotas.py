@@ -36,7 +36,7 @@ class Quotas:
         self._shared: Counted | None = None
         self._spending: set[asyncio.Task[None]] = set()
         if urlsplit(settings.url).scheme != "memory":
-            self._connect(settings.url, settings.timeout_ms / 1000, on_op)
+            self._connect(settings.full_url, settings.timeout_ms / 1000, on_op)
 
     def _connect(self, url: str, timeout_s: float, on_op: Callable[[str, str], None]) -> None:
         from redis.asyncio import Redis  # which nobody else needs

@@ -9,10 +9,19 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError as SourceError
 
@@ -73,11 +82,13 @@ class ServerSettings(Section):
 
 
 class RegistrySettings(Section):
-    """Where prefixes are looked up. `timeout_ms` bounds what one operation may cost a request."""
+    """Where prefixes are looked up. `timeout_ms` bounds what one operation may cost a request. `password_file` holds
+    Redis's password, under the rules of a secret, so that it stands in no URL."""
 
     url: str = "memory://"
     max_entries: int = Field(default=10_000, ge=1)
     timeout_ms: int = Field(default=100, ge=10, le=100)
+    password_file: Path | None = None
 
     @field_validator("url")
     @classmethod
@@ -85,6 +96,24 @@ class RegistrySettings(Section):
         if urlsplit(url).scheme not in REGISTRY_SCHEMES:
             raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
         return url
+
+    @field_validator("password_file")
+    @classmethod
+    def _for_a_url_without(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        parts = urlsplit(info.data.get("url", ""))
+        if path is not None and (parts.scheme == "memory" or parts.password is not None):
+            raise ValueError("goes with a redis:// or rediss:// URL that holds no password itself")
+        return path
+
+    @property
+    def full_url(self) -> str:
+        """With the password in it. Raises `SettingsError` for a file that cannot be used."""
+        if self.password_file is None:
+            return self.url
+        password = quote(read_secret(self.password_file, "registry.password_file"), safe="")
+        parts = urlsplit(self.url)
+        user, _, host = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{user}:{password}@{host}").geturl()
 
 
 class TenantSettings(Section):
@@ -244,6 +273,9 @@ def _located(settings: Settings, folder: Path) -> Settings:
     changes: dict[str, Any] = {"secret_file": folder / settings.secret_file}
     if settings.admin.key_file is not None:
         changes["admin"] = AdminSettings(key_file=folder / settings.admin.key_file)
+    if settings.registry.password_file is not None:
+        found = {"password_file": folder / settings.registry.password_file}
+        changes["registry"] = settings.registry.model_copy(update=found)
     return settings.model_copy(update=changes)
 
 

@@ -148,7 +148,10 @@ def cluster_secret(settings: Settings) -> tuple[str | None, Finding]:
 
 
 def registry(settings: Settings) -> Finding:
-    url = settings.registry.url
+    try:
+        url = settings.registry.full_url
+    except SettingsError as error:
+        return Finding("registry", "wrong", error.message, "without its password Redis is not asked; make the file")
     if urlsplit(url).scheme == "memory":
         return Finding("registry", "ok", "in the gateway's memory; several gateways need Redis to share it")
     from redis import Redis

@@ -25,7 +25,7 @@ def _memory(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Re
 def _redis(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
     from gateway.registry.redis import RedisRegistry
 
-    return RedisRegistry(settings.url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
+    return RedisRegistry(settings.full_url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
 
 
 _MAKERS = {"memory": _memory, "redis": _redis, "rediss": _redis}

@@ -61,18 +61,6 @@ def test_every_install_keeps_to_the_constraints() -> None:
     assert all("--constraint constraints.txt" in line for line in installs)
 
 
-@pytest.mark.parametrize("script", ["gateway-start", "healthy", "make-models"])
+@pytest.mark.parametrize("script", ["healthy", "make-models"])
 def test_scripts_can_be_run(script: str) -> None:
     assert (IMAGES / script).stat().st_mode & 0o111 == 0o111
-
-
-def test_the_password_reaches_the_gateway_by_file_only(tmp_path: Path) -> None:
-    """`python` is a stand-in that tells what it was started with."""
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$KVRELAY_REGISTRY__URL $*"\n')
-    (tmp_path / "python").chmod(0o755)
-    (tmp_path / "password").write_text("deadbeef\n")
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "KVRELAY_REDIS": "cache:6380"}
-    environment["KVRELAY_REDIS_PASSWORD_FILE"] = str(tmp_path / "password")
-    command = [IMAGES / "gateway-start", "--config", "c.yaml"]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert told == "redis://:deadbeef@cache:6380/0 -m gateway --config c.yaml\n"

@@ -33,9 +33,9 @@ class RedisProcess:
 
 
 @contextmanager
-def redis_process(binary: str, folder: Path) -> Iterator[RedisProcess]:
+def redis_process(binary: str, folder: Path, *options: str) -> Iterator[RedisProcess]:
     port = _free_port()
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait_for(port)

@@ -11,10 +11,12 @@ import pytest
 import redis.asyncio
 
 from gateway import registry
+from gateway.quotas import Quotas
 from gateway.registry import Entry, Registry
 from gateway.registry.guard import Guard
 from gateway.registry.redis import PREFIX, RedisRegistry
 from gateway.settings import RegistrySettings
+from gateway.tenants import Tenant
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, eventually, in_process, right_answer, text, told
 
@@ -121,6 +123,23 @@ async def test_two_gateways_share_a_redis(shared_redis: RedisProcess) -> None:
     assert await other.get_many(["shared"]) == [filed]
     await one.aclose()
     await other.aclose()
+
+
+async def test_a_password_comes_by_file(require_tool: Callable[[str], str], tmp_path: Path, ops: Ops) -> None:
+    password, path = "p@ss/word:with?marks", tmp_path / "password"
+    path.write_text(f"{password}\n")
+    path.chmod(0o600)
+    with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
+        known = patient(redis.url).model_copy(update={"password_file": path})
+        for settings, result in ((patient(redis.url), "error"), (known, "ok")):
+            store = registry.connect(settings, lambda op, result: ops.append((op, result)))
+            await store.get_many(["a"])
+            assert ops[-1] == ("get", result)
+            await store.aclose()
+        quotas = Quotas(known, lambda op, result: ops.append((op, result)))
+        await quotas.admit(Tenant("a", "00", None, (), requests_per_minute=1, tokens_per_minute=None))
+        assert ops[-1] == ("quota_hit", "ok")
+        await quotas.aclose()
 
 
 async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: Ops) -> None:

@@ -78,6 +78,11 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, got 'etcd://x'"),
         ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
         ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, max_entries, timeout_ms"),
+        ({"registry": {"password_file": "p"}}, "registry.password_file: .* holds no password itself"),
+        (
+            {"registry": {"url": "redis://:hidden@h/0", "password_file": "p"}},
+            "registry.password_file: [^@]* holds no password itself, got 'p'$",
+        ),
         ({"policy": {"name": "best"}}, "policy.name: unknown policy 'best'; known: fixed, confidence"),
         ({"policy": {"name": "fixed", "tier": "huge"}}, "policy.tier: unknown tier 'huge'; known: small, large"),
         ({"policy": {"name": "confidence", "threshold": 1}}, "policy.threshold: .*less than or equal to 0, got 1"),
