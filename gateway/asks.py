@@ -71,6 +71,7 @@ def answer(
             store=turn.stores,
             ttl_s=settings.ttl_s,
             agreement_probe=asked.kvrelay.agreement_probe if cache_id and judged_by is None else 0,
+            shadow=turn.is_shadowed and cache_id is not None,
         ),
         "tenant_salt": turn.tenant.salt,
         "deadline_ms": left_ms(turn.deadline),

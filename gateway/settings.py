@@ -179,6 +179,13 @@ class HandoffSettings(Section):
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
 
 
+class ShadowSettings(Section):
+    """For this share of the handoffs, the target worker compares in idle time what it expects over the mapped cache
+    with what it expects after reading the prompt in full."""
+
+    share: float = Field(default=0.01, ge=0, le=1)
+
+
 class Settings(BaseSettings):
     """The whole file. Build it with `load`, which raises `SettingsError` naming the key and what it allows."""
 
@@ -196,6 +203,7 @@ class Settings(BaseSettings):
     admin: AdminSettings = AdminSettings()
     deadlines: Deadlines = Deadlines()
     handoff: HandoffSettings = HandoffSettings()
+    shadow: ShadowSettings = ShadowSettings()
     breaker: BreakerSettings = BreakerSettings()
     bundles: tuple[str, ...] = ()
     secret_file: Path = Path(".kvrelay/secret")
@@ -325,6 +333,7 @@ def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
         "limits": Limits,
         "deadlines": Deadlines,
         "handoff": HandoffSettings,
+        "shadow": ShadowSettings,
         "breaker": BreakerSettings,
     }
     section = sections[str(loc[0])] if loc else Settings

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import structlog
@@ -138,6 +139,7 @@ class Takeover:
 
     async def _from_handed(self, read: Read, handed: Handed) -> Stream:
         self._turn.report.transferred(handed.reply, handed.took_s * 1000)
+        self._turn.is_shadowed = random.random() < self._settings.shadow.share
         stream = await self._native.from_cache(handed.worker, handed.reply.cache_id, read.num_tokens)
         self._turn.report.path = "hybrid" if handed.reply.decision == "hybrid" else "mapped"
         return stream

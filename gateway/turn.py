@@ -144,6 +144,7 @@ class Turn:
     overhead_ms: float = 0.0  # up to the first token
     escalated_at: float | None = None
     named: Named | None = None
+    is_shadowed: bool = False  # the answer over what was handed over is compared with a native one
     known: dict[str, Known] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
 

@@ -16,6 +16,8 @@ TTFT_BUCKETS = (
 )  # fmt: skip
 TRANSFER_BUCKETS = (.001, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 30)  # fmt: skip
 
+KL_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .3, .5, 1, 2, 5, 10)  # fmt: skip
+
 
 class WorkerMetrics:
     """One field a metric, named as in vLLM where vLLM has it. Written on the event loop."""
@@ -49,6 +51,20 @@ class WorkerMetrics:
         )
         self.upgrades = self._counter("cache_upgrades_total", "Mapped caches read again natively, by outcome", "result")
         self._gauge("asyncio_tasks", "Tasks of the event loop").set_function(num_tasks)
+        self.shadows = self._counter("mapper_shadows_total", "Answers compared with native ones, by outcome", "result")
+        self.shadow_kl = Histogram(
+            f"{PREFIX}_mapper_shadow_kl",
+            "Mean KL divergence of an answer's next tokens, native to mapped, in nats",
+            ["bundle"],
+            buckets=KL_BUCKETS,
+            registry=self.registry,
+        )
+        self.shadow_top1 = self._counter(
+            "mapper_shadow_top1_total", "Compared tokens, by whether both caches expect the same", "bundle", "result"
+        )
+        self.bundle_usable = Gauge(
+            f"{PREFIX}_mapper_usable", "1 for a bundle in use, 0 for one refused", ["bundle"], registry=self.registry
+        )
         self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV the pool had no room for")
 
     def watch(

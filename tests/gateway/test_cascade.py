@@ -162,6 +162,16 @@ async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
     assert len(stack.large.made("transfer")) == 1
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: float) -> None:
+    async with in_process(shadow={"share": share}) as stack:
+        first = await stack.escalate()
+        second = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
+        assert told(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
+        asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.made("cached_chat")]
+        assert asked == [share == 1.0, False]
+
+
 async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
     reply = await stack.escalate(agreement_probe=16)
     assert stack.large.made("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16

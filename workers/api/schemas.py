@@ -148,7 +148,8 @@ class TransferReply(CacheReply):
     the target's blocks; `total_ms` also counts waiting for compute between them.
 
     `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
-    conversation that went less far: neither they nor their `bytes` were read again."""
+    conversation that went less far: neither they nor their `bytes` were read again. `transport` is what the source was
+    read by at last."""
 
     mapper: str
     map_ms: float
@@ -162,6 +163,7 @@ class TransferReply(CacheReply):
     decision: Literal["map", "hybrid"] = "map"
     reason: str = "asked"
     reused_tokens: int = 0
+    transport: str = "none"
 
 
 class LeaseRequest(Request):
@@ -221,7 +223,8 @@ class CacheInfo(CacheReply):
 class KVTransferParams(Request):
     """Travels with an OpenAI request. `num_tokens` caps how much of the cache is used. Without a `cache_id` the worker
     looks for an exact prefix by itself, unless `reuse` is false. With `store` false nothing that this request computes
-    stays in the pool."""
+    stays in the pool. With `shadow`, the worker compares in idle time what is expected over a mapped cache with what is
+    over a native one."""
 
     cache_id: CacheId | None = None
     num_tokens: int | None = Field(default=None, ge=1)
@@ -230,6 +233,7 @@ class KVTransferParams(Request):
     store: bool = True
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
     agreement_probe: int = Field(default=0, ge=0, le=64)
+    shadow: bool = False
 
 
 class StreamOptions(Request):
@@ -314,7 +318,18 @@ class TokenizeReply(Reply):
     stable_tokens: int | None = None
 
 
+class ShadowInfo(Reply):
+    """How a mapper did in service, over the answers that were compared last: the share of tokens on which mapped and
+    native caches expect the same next one, and the perplexity ratio that their mean KL divergence amounts to."""
+
+    num_answers: int
+    top1: float
+    ppl_ratio: float
+
+
 class BundleInfo(Reply):
+    """One that is not `usable` is refused, for the `reason` given. `shadow` is null until an answer was compared."""
+
     bundle_id: str
     source_model: str
     source_fingerprint: Digest
@@ -322,6 +337,7 @@ class BundleInfo(Reply):
     method: str
     usable: bool
     reason: str | None = None
+    shadow: ShadowInfo | None = None
 
 
 class Rates(Reply):

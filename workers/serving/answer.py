@@ -30,6 +30,7 @@ from workers.pool.pool import Pool
 from workers.serving.paging import page_in, page_out
 from workers.serving.probe import Agreement, probe_agreement
 from workers.serving.reuse import Reuse, reuse_of
+from workers.serving.shadow import Served, Shadow
 from workers.serving.text import TextWriter
 from workers.serving.upgrade import Uses
 
@@ -64,8 +65,9 @@ class Piece:
 class Answerer:
     """Answers jobs with one engine, over one pool."""
 
-    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses):
+    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses, shadow: Shadow):
         self.uses = uses
+        self.shadow = shadow
         self.engine = engine
         self.pool = pool
         self.metrics = metrics
@@ -174,12 +176,19 @@ class Answer:
         self._answerer.metrics.answered(self.reuse.path)
         usage = self.usage
         entry = await self._keep()
+        self._note_for_shadow()
         self._answerer.uses.note(self.reuse.hold.entry if self.reuse.hold else None, entry)
         if entry:
             usage = usage.model_copy(update=_told(entry))
         if agreement := await self._probe():
             usage = usage.model_copy(update=vars(agreement))
         return usage
+
+    def _note_for_shadow(self) -> None:
+        params = self.job.params
+        if params.shadow and params.cache_id is not None and self.reuse.mapped_tokens:
+            tokens = tuple(self._sequence.token_ids)
+            self._answerer.shadow.note(Served(params.cache_id, tokens, self.num_prompt, self.job.salt))
 
     def _time_token(self) -> None:
         now, metrics = time.monotonic(), self._answerer.metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 from mappers.cache import KVCache
 from workers.api.client import WorkerClient
-from workers.api.errors import InvalidRequest
+from workers.api.errors import BundleUnusable, InvalidRequest
 from workers.api.schemas import TransferReply, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.admission import Claim
@@ -39,6 +39,7 @@ class Transfers:
         self.readers = Readers()
         self._engine = engine
         self._metrics = metrics
+        self._bundles = bundles
         self._peers = {worker_id: connect(url) for worker_id, url in settings.peers.items()}
         self._handoffs = Handoffs(
             HandoffTarget(
@@ -58,7 +59,11 @@ class Transfers:
 
     async def transfer(self, request: TransferRequest) -> TransferReply:
         """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is not configured."""
-        return await self._handoffs.transfer(request, peer=self._peer(request))
+        try:
+            return await self._handoffs.transfer(request, peer=self._peer(request))
+        except BundleUnusable as error:
+            refusals = f"; refused: {self._bundles.refusals}" if self._bundles.refusals else ""
+            raise BundleUnusable(f"{error}{refusals}", param=error.param) from error
 
     async def aclose(self) -> None:
         await self._handoffs.aclose()

@@ -11,7 +11,6 @@ behind, and the exact cache lives no longer than the mapped one would have. So i
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 import structlog
 
-from workers.api.errors import CacheNotFound, KvrelayError, Overloaded, PoolFull
+from workers.api.errors import CacheNotFound, PoolFull
 from workers.api.schemas import KVTransferParams
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
@@ -29,6 +28,7 @@ from workers.metrics import WorkerMetrics
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
+from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
 from workers.serving.paging import load_reused, store
 from workers.serving.reuse import Reuse, reuse_of
 
@@ -36,9 +36,7 @@ log = structlog.get_logger()
 
 R = TypeVar("R")
 
-STEP_TOKENS = 64  # what real work waits for at most
 MIN_LIFE_S = 5.0  # a cache that ends sooner is not worth it
-PATIENCE_S = 60.0  # what it holds is pinned while it waits for idle time: the longest wait for one step
 MAX_COUNTED = 1024
 
 
@@ -86,22 +84,11 @@ class Upgrader:
         self._engine = engine
         self._pool = pool
         self._metrics = metrics
-        self._idle_s = idle_s
-        self._patience_s = patience_s
+        self._idle = IdleTime(engine, idle_s, patience_s=patience_s)
 
     async def run(self) -> None:
         """For ever. What fails is counted and logged."""
-        while True:
-            await self._until_idle()
-            try:
-                if await self.upgrade_one():
-                    continue
-            except KvrelayError as error:
-                self._metrics.upgrades.labels(error.code).inc()
-            except Exception:
-                log.exception("upgrade_failed")
-                self._metrics.upgrades.labels("internal_error").inc()
-            await asyncio.sleep(self._idle_s)
+        await self._idle.run(self.upgrade_one, "upgrade", lambda code: self._metrics.upgrades.labels(code).inc())
 
     async def upgrade_one(self) -> bool:
         """Whether there was a cache to upgrade."""
@@ -133,12 +120,7 @@ class Upgrader:
 
     async def _step(self, tip: CacheEntry, work: Callable[[], Awaitable[R]]) -> R:
         """One step, in idle time, if the tip still stands then. Raises `CacheNotFound`, `Overloaded`."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._until_idle(partial(self._check_stands, tip))
-                return await work()
-        except TimeoutError as error:
-            raise Overloaded(f"no idle time for {self._patience_s:g} s while {tip.cache_id} was read again") from error
+        return await self._idle.step(work, f"{tip.cache_id} was read again", partial(self._check_stands, tip))
 
     def _put_in_place(self, tip: CacheEntry, sequence: TokenSequence, reuse: Reuse) -> int:
         """How many caches were replaced. Runs on the compute thread, whole: nothing is stored that replaces nothing."""
@@ -158,18 +140,6 @@ class Upgrader:
         """The room was there when it began; others may have taken it, and nothing is evicted for this."""
         if blocks_for(tip.num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
             raise PoolFull(f"no room for {tip.num_tokens} tokens that were read again")
-
-    async def _until_idle(self, check: Callable[[], None] = lambda: None) -> None:
-        """`check` runs whenever it looks, last of all when it is idle."""
-        check()
-        while not self._is_idle():
-            await asyncio.sleep(min(0.1, self._idle_s))
-            check()
-
-    def _is_idle(self) -> bool:
-        admission = self._engine.admission
-        quiet_s = time.monotonic() - self._engine.compute.busy_at
-        return not (admission.num_running or admission.num_waiting) and quiet_s >= self._idle_s
 
 
 def _gone(tip: CacheEntry) -> CacheNotFound:

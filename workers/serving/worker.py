@@ -23,6 +23,7 @@ from workers.pool.tickets import TicketOffice
 from workers.serving.answer import Answerer
 from workers.serving.prefill import Prefiller
 from workers.serving.prompts import PromptReader
+from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
 from workers.serving.upgrade import Upgrader
 from workers.settings import WorkerSettings
@@ -52,7 +53,8 @@ class Worker:
         max_at_once = settings.max_running + settings.max_queue
         self.prompts = PromptReader(engine, max_waiting=max_at_once)
         self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
-        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses)
+        self.shadow = Shadow(engine, pool, bundles, self.metrics, settings.shadow_idle_s)
+        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
         self.tickets = TicketOffice(pool, engine.model.name)
@@ -65,6 +67,7 @@ class Worker:
 
     async def __aenter__(self) -> Worker:
         self._chores.append(asyncio.create_task(self._sweep()))
+        self._chores.append(asyncio.create_task(self.shadow.run()))
         if self.settings.upgrade_idle_s is not None:
             self._chores.append(asyncio.create_task(self.upgrader.run()))
         return self
@@ -129,6 +132,7 @@ def build_worker(
         target_tokenizer=engine.model.tokenizer_digest,
         gate=settings.gate,
         device=settings.device,
+        shadow_window=settings.shadow_window,
     )
     reclaim_dead_segments()
     kind = "shm" if settings.device == "cpu" else "cuda_ipc"

@@ -83,6 +83,9 @@ class TransformersSequence(TokenSequence):
             predicted += await self._step(partial(self._most_likely, chunk))
         return predicted
 
+    async def logprobs(self, token_ids: Sequence[int]) -> Tensor:
+        return await self._step(partial(self._distributions, token_ids))
+
     async def generate(self, sampling: Sampling, max_tokens: int) -> AsyncGenerator[Token, None]:
         sampler = Sampler(sampling, self._engine.hf_model.device)
         if self._logits is None:
@@ -124,6 +127,9 @@ class TransformersSequence(TokenSequence):
     def _most_likely(self, token_ids: Sequence[int]) -> list[int]:
         ids: list[int] = self._forward(token_ids, num_logits=len(token_ids)).argmax(dim=-1).tolist()
         return ids
+
+    def _distributions(self, token_ids: Sequence[int]) -> Tensor:
+        return self._forward(token_ids, num_logits=len(token_ids)).float().log_softmax(dim=-1).cpu()
 
     def _forward(self, token_ids: Sequence[int], *, num_logits: int) -> Tensor:
         """Read `token_ids`; logits after the last `num_logits` of them, `(num_logits, vocab)`."""

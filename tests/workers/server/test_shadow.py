@@ -1,0 +1,210 @@
+"""Mapped caches compared with native ones in idle time, and the bundle that this switches off."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from transformers import LlamaForCausalLM
+
+import mappers
+from mappers.manifest import Gate
+from mappers.models import run
+from tests.workers.engines import tiny
+from tests.workers.server.support import SALT, Served, bundle, content, serving, transfer_request, until
+from tests.workers.server.test_upgrade import Watched
+from workers.api.errors import BundleUnusable, CacheNotFound
+from workers.api.schemas import BundleInfo, PrefillRequest
+from workers.quality import Comparison, Window
+from workers.serving.shadow import MAX_WAITING, Shadow, compare
+
+HEAD, TAIL, NUM = 4, 16, 12
+WINDOW = 3
+IDLE_S = 0.05
+OVER = f"over the last {WINDOW} answers compared in service"
+
+Pair = tuple[Served, Served]
+
+
+@pytest.fixture(scope="session")
+def good(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From a model to itself: what it maps is exact."""
+    return bundle(folder, folder, tmp_path_factory.mktemp("bundles") / "good")
+
+
+@asynccontextmanager
+async def pair_of(source: Path, target: Path, bundle: Path, **changes: Any) -> AsyncIterator[Pair]:
+    """As the conftest's `pair`; the large one compares when it is told to."""
+    fields = {"shadow_idle_s": 3600.0, "shadow_window": WINDOW} | changes
+    async with (
+        serving(source, id="small") as small,
+        serving(target, id="large", peers={"small": small.app}, bundles=[bundle], **fields) as large,
+    ):
+        yield small, large
+
+
+async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
+    small, large = pair
+    ids = small.prompt()
+    read = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
+    asked = transfer_request(read.cache_id, num_tokens=len(ids) - TAIL, native_head=HEAD)
+    moved = await large.client.transfer(asked, timeout_s=60)
+    return await large.chat(**{"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes)
+
+
+def shadow_of(large: Served) -> Shadow:
+    """Its worker's own, with the idle time of a test."""
+    worker = large.worker
+    shadow = Shadow(worker.engine, worker.pool, worker.bundles, worker.metrics, IDLE_S)
+    worker.answerer.shadow = shadow
+    return shadow
+
+
+async def told(large: Served) -> BundleInfo:
+    return (await large.client.info(timeout_s=5)).bundles[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "objection"),
+    [
+        ([(10, 0.0)] * 3, None),
+        ([(0, 9.0)] * 2, None),  # the window is not full yet
+        ([(5, 0.0)] * 3, f"top-1 agreement 0.500 {OVER} is below the gate's 0.8"),
+        ([(10, 5.0)] * 3, f"perplexity ratio 1.649 {OVER} is above the gate's 1.25"),
+        ([(0, 9.0)] * 2 + [(10, 0.0)] * 3, None),  # long ago
+    ],
+)
+def test_a_full_window_below_the_gate_objects(found: list[tuple[int, float]], objection: str | None) -> None:
+    window = Window(Gate(), WINDOW)
+    for num_agreed, kl_sum in found:
+        window.add(Comparison(10, num_agreed, kl_sum))
+    assert window.objection == objection
+
+
+def test_distributions_are_compared_place_by_place() -> None:
+    native = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    mapped = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    comparison = compare(native, mapped)
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert (comparison.num_tokens, comparison.num_agreed) == (2, 1)
+    assert comparison.kl_sum == pytest.approx(expected, rel=1e-6)
+
+
+async def test_what_is_found_is_what_a_replay_of_the_handoff_says(
+    folder: Path, small_folder: Path, bundle: Path, reference: LlamaForCausalLM
+) -> None:
+    async with pair_of(small_folder, folder, bundle) as (small, large):
+        shadow, prompt = shadow_of(large), large.prompt()
+        reply = await mapped_answer((small, large))
+        assert await shadow.compare_one()
+        info = (await told(large)).shadow
+        ids = list(large.worker.pool.peek(reply["kv_transfer_params"]["cache_id"]).token_ids)
+    handed = len(prompt) - TAIL
+    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), reference, prompt, handed, HEAD)
+    _, hidden = run(reference, ids[handed:], cache)
+    mapped = reference.lm_head(hidden).log_softmax(-1)[TAIL - 1 :]
+    native = reference(torch.tensor([ids])).logits[0].log_softmax(-1)[len(prompt) - 1 :]
+    expected = compare(native, mapped)
+    assert info is not None and info.num_answers == 1
+    assert info.top1 == expected.num_agreed / expected.num_tokens
+    assert info.ppl_ratio == pytest.approx(math.exp(expected.kl_mean), rel=1e-3)
+
+
+async def test_a_good_bundle_stays_on(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as (small, large):
+        shadow = shadow_of(large)
+        for _ in range(WINDOW + 1):
+            await mapped_answer((small, large))
+            assert await shadow.compare_one()
+        info = await told(large)
+        assert info.usable and info.shadow is not None and (info.shadow.num_answers, info.shadow.top1) == (WINDOW, 1.0)
+        assert info.shadow.ppl_ratio == pytest.approx(1.0, abs=1e-4)
+        metrics = (await large.http.get("/metrics")).text
+        assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 1.0' in metrics
+        assert f'kvrelay_mapper_shadow_kl_count{{bundle="{info.bundle_id}"}} {WINDOW + 1}.0' in metrics
+        assert f'kvrelay_mapper_shadow_top1_total{{bundle="{info.bundle_id}",result="other"}} 0.0' in metrics
+
+
+async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path, bundle: Path) -> None:
+    """Its evaluation says that it is perfect, but it passes another model's values through."""
+    async with pair_of(small_folder, folder, bundle) as (small, large):
+        shadow = shadow_of(large)
+        for _ in range(WINDOW):
+            assert (await told(large)).usable
+            served = await mapped_answer((small, large))
+            assert await shadow.compare_one()
+        info = await told(large)
+        assert not info.usable and info.reason is not None and OVER in info.reason
+        with pytest.raises(BundleUnusable, match=f"refused: {info.bundle_id}: .* compared in service is"):
+            await mapped_answer((small, large))
+        with pytest.raises(CacheNotFound):  # what it made before is served no more
+            await large.chat(cache_id=served["kv_transfer_params"]["cache_id"])
+        assert not large.worker.pool.mapped()
+        assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 0.0' in (await large.http.get("/metrics")).text
+
+
+async def test_it_yields_to_real_work_between_two_steps(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as (small, large):
+        engine, release, working = large.worker.engine, asyncio.Event(), list[asyncio.Task[None]]()
+
+        async def work() -> None:
+            async with engine.admit():
+                await release.wait()
+
+        def begin(num_steps: int) -> None:
+            if num_steps == 2:
+                working.append(asyncio.create_task(work()))
+
+        shadow = shadow_of(large)
+        await mapped_answer((small, large))
+        engine.compute.close()
+        engine.compute = watched = Watched(begin)
+        running = asyncio.create_task(shadow.run())
+        await until(lambda: bool(working))
+        await asyncio.sleep(10 * IDLE_S)
+        assert watched.num_background == 2 and (await told(large)).shadow is None
+        release.set()
+        await until(lambda: large.worker.bundles.infos[0].shadow is not None)
+        running.cancel()
+
+
+@pytest.mark.parametrize("changes", [{"shadow": False}, {"cache_id": None}])
+async def test_only_what_was_asked_and_mapped_is_compared(folder: Path, good: Path, changes: dict[str, Any]) -> None:
+    async with pair_of(folder, folder, good) as pair:
+        shadow = shadow_of(pair[1])
+        await mapped_answer(pair, **changes)
+        assert not await shadow.compare_one()
+
+
+async def test_a_cache_that_has_gone_and_one_too_many_are_counted(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as (small, large):
+        shadow = shadow_of(large)
+        for _ in range(MAX_WAITING + 1):
+            await mapped_answer((small, large), max_tokens=1)
+        for entry in large.worker.pool.mapped():
+            large.worker.pool.drop(entry.cache_id, SALT)
+        running = asyncio.create_task(shadow.run())
+        gone = large.worker.metrics.shadows.labels("cache_not_found")
+        await until(lambda: gone._value.get() == MAX_WAITING)
+        running.cancel()
+        assert 'kvrelay_mapper_shadows_total{result="dropped"} 1.0' in (await large.http.get("/metrics")).text
+
+
+async def test_nothing_of_a_prompt_is_logged(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as (small, large):
+        shadow = shadow_of(large)
+        with structlog.testing.capture_logs() as lines:
+            reply = await mapped_answer((small, large))
+            served = repr(shadow._waiting[0])
+            assert await shadow.compare_one()
+        assert [line["event"] for line in lines if line["event"] == "compared"]
+        for said in (str(lines), served):
+            assert "quick brown" not in said and content(reply)[:12] not in said and SALT not in said
+            assert str(large.prompt()[5:8])[1:-1] not in said

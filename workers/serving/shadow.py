@@ -1,0 +1,158 @@
+"""How good mapped caches are in service: in idle time, some answers are compared with what a native cache expects.
+
+    served      |head|◄─── mapped ───►|◄─ tail ─►|◄─ answer ─►|
+    native      |◄───────── read in full ───────►|◄─ answer ─►|     a little at a time, none while others work
+    compared                                    |◄ next token ►|
+
+What is found goes to the bundle, whose quality switch it is. Of what was served nothing is pinned meanwhile: a cache
+that has gone is a comparison less. Tokens are forgotten once compared, and never logged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import structlog
+from torch import Tensor
+
+from workers.api.errors import CacheNotFound
+from workers.api.schemas import KVTransferParams
+from workers.bundles import Bundles
+from workers.engines.admission import Claim
+from workers.engines.base import Engine, TokenSequence
+from workers.engines.compute import BACKGROUND
+from workers.metrics import WorkerMetrics
+from workers.pool.pool import Pool
+from workers.quality import Comparison
+from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
+from workers.serving.paging import load_reused
+from workers.serving.reuse import reuse_of
+
+log = structlog.get_logger()
+
+R = TypeVar("R")
+
+MAX_WAITING = 4  # answers: the oldest gives way, as its cache is the likeliest to be gone
+MAPPED = "mapped:"  # how the provenance of a bundle's caches begins
+
+
+@dataclass(frozen=True)
+class Served:
+    """An answer that was served over a mapped cache: the prompt's `num_prompt` tokens, and those written."""
+
+    cache_id: str
+    token_ids: tuple[int, ...] = field(repr=False)
+    num_prompt: int
+    tenant_salt: str = field(repr=False)
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """What stands before the first place that is compared."""
+        return self.token_ids[: self.num_prompt - 1]
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """The last token of the prompt, and those written: behind each, a next one is expected."""
+        return self.token_ids[self.num_prompt - 1 :][:STEP_TOKENS]
+
+
+def compare(native: Tensor, mapped: Tensor) -> Comparison:
+    """Of log-probabilities `(T, vocab)` at the same places."""
+    native, mapped = native.double(), mapped.double()
+    kl = (native.exp() * (native - mapped)).sum(dim=-1)  # (T,)
+    agreed = native.argmax(dim=-1) == mapped.argmax(dim=-1)  # (T,)
+    return Comparison(len(native), int(agreed.sum()), float(kl.sum()))
+
+
+class Shadow:
+    """Compares answers of one worker, one at a time, when the engine has been idle for `idle_s`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: Pool,
+        bundles: Bundles,
+        metrics: WorkerMetrics,
+        idle_s: float,
+        *,
+        patience_s: float = PATIENCE_S,
+    ):
+        self._engine = engine
+        self._pool = pool
+        self._bundles = bundles
+        self._metrics = metrics
+        self._idle = IdleTime(engine, idle_s, patience_s=patience_s)
+        self._waiting: deque[Served] = deque()
+        self._show_bundles()
+
+    def note(self, served: Served) -> None:
+        """To be compared when there is time."""
+        self._waiting.append(served)
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self._count("dropped")
+
+    async def run(self) -> None:
+        """For ever. What fails is counted and logged."""
+        await self._idle.run(self.compare_one, "shadow", self._count)
+
+    async def compare_one(self) -> bool:
+        """Whether there was an answer to compare."""
+        if not self._waiting:
+            return False
+        served = self._waiting.popleft()
+        provenance, mapped = await self._expected(served, KVTransferParams(cache_id=served.cache_id))
+        if not provenance.startswith(MAPPED):
+            raise CacheNotFound(f"an exact cache has taken the place of {served.cache_id}")
+        _, native = await self._expected(served, KVTransferParams())
+        comparing = partial(self._engine.compute.run, partial(compare, native, mapped), priority=BACKGROUND)
+        self._found(provenance.removeprefix(MAPPED), await self._step(comparing))
+        self._count("ok")
+        return True
+
+    async def _expected(self, served: Served, params: KVTransferParams) -> tuple[str, Tensor]:
+        """Where the cache came from that `params` name (without an id: the longest exact prefix), and what is expected
+        over it, as log-probabilities `(T, vocab)`."""
+        async with self._engine.sequence(Claim(priority=BACKGROUND), len(served.token_ids)) as sequence:
+            provenance = await self._step(partial(self._load, sequence, served, params))
+            rest = served.read[sequence.num_tokens :]
+            for begin in range(0, len(rest), STEP_TOKENS):
+                await self._step(partial(sequence.read, rest[begin : begin + STEP_TOKENS]))
+            return provenance, await self._step(partial(sequence.logprobs, served.compared))
+
+    async def _load(self, sequence: TokenSequence, served: Served, params: KVTransferParams) -> str:
+        """What of the prompt stands in the pool; the cache that it came from is held no longer than that takes."""
+        prompt = served.token_ids[: served.num_prompt]
+        with reuse_of(self._pool, prompt, served.tenant_salt, params) as reuse:
+            await load_reused(self._pool, sequence, served.read, reuse)
+            return reuse.provenance
+
+    async def _step(self, work: Callable[[], Awaitable[R]]) -> R:
+        return await self._idle.step(work, "an answer was compared")
+
+    def _found(self, bundle: str, comparison: Comparison) -> None:
+        agreed = comparison.num_agreed
+        self._metrics.shadow_kl.labels(bundle).observe(comparison.kl_mean)
+        self._metrics.shadow_top1.labels(bundle, "same").inc(agreed)
+        self._metrics.shadow_top1.labels(bundle, "other").inc(comparison.num_tokens - agreed)
+        log.info("compared", bundle=bundle, num_tokens=comparison.num_tokens, num_agreed=agreed, kl=comparison.kl_mean)
+        if self._bundles.compared(bundle, comparison):
+            self._forget_caches_of(bundle)
+            self._show_bundles()
+
+    def _forget_caches_of(self, bundle: str) -> None:
+        """None that it made is served any more, nor any that was read over such."""
+        for entry in self._pool.mapped():
+            if entry.provenance == MAPPED + bundle:
+                self._pool.drop(entry.cache_id, entry.tenant_salt)
+
+    def _show_bundles(self) -> None:
+        for info in self._bundles.infos:
+            self._metrics.bundle_usable.labels(info.bundle_id).set(info.usable)
+
+    def _count(self, result: str) -> None:
+        self._metrics.shadows.labels(result).inc()
