@@ -69,13 +69,13 @@ def _errors(exchange: Exchange, broken_tiers: Collection[str]) -> Iterator[str]:
 
 
 def _is_excused(exchange: Exchange, broken_tiers: Collection[str]) -> bool:
-    """A tier asked for by name was broken; or both were; or one broke in the midst of a stream, which cannot be taken
-    back."""
+    """A tier asked for by name was broken; or both were. One is enough in the midst of a stream, which cannot be taken
+    back, and for what the other refuses anyway."""
     if exchange.error.get("type") not in EXCUSABLE:
         return False
     if exchange.ask.tier:
         return exchange.ask.tier in broken_tiers
-    needed = 1 if exchange.status == 200 else 2
+    needed = 1 if exchange.status == 200 or exchange.ask.refused_with else 2
     return len(broken_tiers) >= needed
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gateway.commands.table import render
 from gateway.soak.faults import Faults
 from gateway.soak.load import Seen
-from gateway.soak.samples import BOUNDS, Slope
+from gateway.soak.samples import BOUNDS, Sample, Slope, slopes
 
 MOST_SHOWN = 10
+RECORD_S = 10.0
 
 
 @dataclass
 class Report:
-    """Slopes are of memory in bytes, else of counts; peaks are of memory. `troubles` are processes that ended by
+    """Slopes are of memory in bytes, else of counts. `troubles` are processes that ended by
     themselves, and what was still there when it should not have been."""
 
     family: str
@@ -24,10 +25,13 @@ class Report:
     minutes: float
     seen: Seen
     faults: Faults
-    slopes: Sequence[Slope] = ()
-    peaks: Mapping[str, int] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
     troubles: Sequence[str] = ()
     was_stopped: bool = False
+
+    @property
+    def slopes(self) -> list[Slope]:
+        return slopes(self.samples, 60 * self.minutes)
 
     @property
     def wrong(self) -> list[str]:
@@ -69,7 +73,7 @@ class Report:
             "paths": dict(seen.paths),
             "faults": dict(self.faults.counts),
             "slopes": {f"{slope.part} {slope.measure}": slope.per_minute for slope in self.slopes},
-            "peak_memory_bytes": dict(self.peaks),
+            "samples": [asdict(sample) for sample in _thinned(self.samples)],
             "troubles": list(self.troubles),
             "verdict": self.wrong,
             "findings": [asdict(finding) for finding in seen.findings],
@@ -93,6 +97,11 @@ class Report:
         shown = [f"  {one.kind} {one.request_id}: {one.what}" for one in seen.findings[:MOST_SHOWN]]
         verdict = ["", "wrong: " + "; ".join(self.wrong), *shown] if self.wrong else ["", "nothing was wrong"]
         return "\n" + "\n\n".join(tables) + "\n" + "\n".join(verdict)
+
+
+def _thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """One of each process in so many seconds."""
+    return list({(one.pid, one.at_s // RECORD_S): one for one in samples}.values())
 
 
 def _amount(slope: Slope, value: float) -> str:

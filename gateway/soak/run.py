@@ -23,7 +23,6 @@ from gateway.soak.faults import Faults, Victim
 from gateway.soak.load import Seen, Tenant
 from gateway.soak.oracle import Oracle
 from gateway.soak.report import Report
-from gateway.soak.samples import slopes
 from gateway.soak.settings import TENANTS, Scale, configuration
 from gateway.soak.store import Redis
 from gateway.soak.talks import Writer
@@ -64,8 +63,7 @@ class Soak:
             minutes=self.watch.run_s / 60,
             seen=self.seen,
             faults=self.faults,
-            slopes=slopes(self.watch.samples, self.watch.run_s),
-            peaks=self.watch.peaks,
+            samples=self.watch.samples,
             troubles=self.watch.troubles,
             was_stopped=self.was_stopped,
         )

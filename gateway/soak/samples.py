@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WARM_UP_S = 60.0  # of each life; of a shorter run, a third
-MEASURES = ("memory", "descriptors", "threads", "tasks")
+MEASURES = ("memory", "descriptors", "threads", "tasks", "segments")
 # What may grow, an hour, before it is called a leak: less than would matter to a service that is restarted monthly is
 # below what so short a run can see. A slope must also be three of its own standard errors above that.
-BOUNDS = {"memory": 128 * 2**20, "descriptors": 60.0, "threads": 30.0, "tasks": 60.0}
+BOUNDS = {"memory": 128 * 2**20, "descriptors": 60.0, "threads": 30.0, "tasks": 60.0, "segments": 6.0}
 CERTAIN_ERRORS = 3.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at one process. `memory` is what it has to itself, in bytes: the pool, which is shared, is bounded and
-    stands apart. `tasks` is None for a process that did not tell."""
+    """One look at one process. `memory` is what it has to itself, in bytes: the pool, which is shared, is bounded.
+    `segments` are what it has under /dev/shm; `tasks` is None for a process that did not tell."""
 
     part: str
     pid: int
@@ -33,6 +33,7 @@ class Sample:
     descriptors: int
     threads: int
     tasks: float | None = None
+    segments: int = 0
 
     def value(self, measure: str) -> float | None:
         value: float | None = getattr(self, measure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -33,11 +34,6 @@ class Watch:
     @property
     def run_s(self) -> float:
         return time.monotonic() - self._began_at
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        parts = dict.fromkeys(sample.part for sample in self.samples)
-        return {part: max(one.memory for one in self.samples if one.part == part) for part in parts}
 
     async def run(self) -> None:
         """Until it is cancelled, or a process ends by itself."""
@@ -78,7 +74,8 @@ class Watch:
         tasks = await _gauge(http, child, "asyncio_tasks")
         sample = await asyncio.to_thread(look_at, part, child.pid, time.monotonic(), tasks)
         if sample is not None:
-            self.samples.append(sample)
+            num_segments = sum(worker.num_segments for worker in self._workers if worker.name == part)
+            self.samples.append(replace(sample, segments=num_segments))
 
     async def _unrest(self, http: httpx.AsyncClient) -> list[str]:
         unrest = []

@@ -94,6 +94,7 @@ def test_what_is_well_is_left_alone(exchange: Exchange) -> None:
     [
         (failed(ask("large")), {"large"}, True),
         (failed(ask("large")), {"small"}, False),
+        (failed(ask(refused_with=(400,))), {"large"}, True),
         (failed(ask()), {"large"}, False),
         (failed(ask()), {"small", "large"}, True),
         (failed(ask(stream=True), status=200), {"small"}, True),
@@ -115,14 +116,14 @@ def samples(
     rng = random.Random(life)
     values = [int(level + per_s * second + rng.uniform(-spread, spread)) for second in range(num)]
     return [
-        Sample("large-0", life, 1000.0 * life + second, value, value, value, value)
+        Sample("large-0", life, 1000.0 * life + second, value, value, value, value, value)
         for second, value in enumerate(values)
     ]
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_leak_is_found(measure: str) -> None:
-    leaking = samples(per_s=2 * BOUNDS[measure] / 3600, spread=BOUNDS[measure] / 100, level=0)
+    leaking = samples(per_s=10 * BOUNDS[measure] / 3600, spread=BOUNDS[measure] / 100, level=0)
     assert [one.is_leak for one in slopes(leaking, 300) if one.measure == measure] == [True]
 
 
@@ -225,12 +226,12 @@ def test_documents_hold_their_own_canary_and_no_other() -> None:
     assert len(set(texts)) < len(texts), "some are twins"
 
 
-def report_of(*exchanges: Exchange, **changes: Any) -> Report:
+def report_of(*exchanges: Exchange, minutes: float = 1.0, **changes: Any) -> Report:
     seen = Seen(num_checked=1)
     for one in exchanges:
         seen.note(one, judge(one, (), CANARIES, REQUEST_S))
     faults = Faults([], lambda: True, random.Random(0), 1.0, 1.0)
-    return Report("tiny", 7, 1.0, seen, faults, **changes)
+    return Report("tiny", 7, minutes, seen, faults, **changes)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def report_of(*exchanges: Exchange, **changes: Any) -> Report:
         (report_of(answered(ended_at=100.0), answered(ended_at=99.0)), "2 late answers"),
         (report_of(answered(ask("small"))), "1 wrong answers"),
         (report_of(failed()), "1 errors that nothing excuses"),
-        (report_of(slopes=slopes(samples(per_s=1.0), 300)), "large-0 leaks descriptors: 3600.0 an hour, bound 60.0"),
+        (report_of(samples=samples(per_s=1.0), minutes=5.0), "large-0 leaks descriptors: 3600.0 an hour, bound 60.0"),
         (report_of(troubles=["process 5 is left"]), "process 5 is left"),
     ],
 )
@@ -251,12 +252,13 @@ def test_the_verdict_names_what_was_wrong(report: Report, verdict: str) -> None:
 
 
 def test_nothing_was_wrong() -> None:
-    report = report_of(answered(), slopes=slopes(samples(), 300))
+    report = report_of(answered(), samples=samples(), minutes=5.0)
     assert report.wrong == []
     assert "nothing was wrong" in report.table()
     told = report.as_json()
     assert (told["requests"], told["wrong_answers"], told["errors"], told["faults"]) == (1, 0, 0, {})
     assert told["slopes"].keys() == {f"large-0 {measure}" for measure in MEASURES}
+    assert [sample["at_s"] for sample in told["samples"]] == [9, 19, 29, *range(39, 300, 10)]
 
 
 @pytest.mark.parametrize(
