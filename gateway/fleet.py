@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 
 import httpx
 import structlog
@@ -126,8 +125,7 @@ class Fleet:
         """Closes every worker's client, but for those that another fleet has too."""
         for worker in self.workers:
             if but is None or worker not in but.workers:
-                with suppress(httpx.HTTPError):
-                    await worker.client.aclose()
+                await worker.client.aclose()
 
     async def _watch(self, worker: Worker) -> None:
         while True:

@@ -14,12 +14,12 @@ from gateway.gathered import Chunk
 from workers.api.errors import WorkerUnavailable
 
 
-async def as_chat(chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
+async def as_chat(pieces: AsyncGenerator[list[Chunk], None]) -> AsyncGenerator[list[Chunk], None]:
     """Raises `WorkerUnavailable` for a chunk that is none."""
-    async with aclosing(chunks):
-        async for chunk in chunks:
+    async with aclosing(pieces):
+        async for chunks in pieces:
             try:
-                yield chunk | {"choices": [_as_chat_choice(choice) for choice in chunk.get("choices") or ()]}
+                yield [chunk | {"choices": list(map(_as_chat_choice, chunk.get("choices") or ()))} for chunk in chunks]
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise WorkerUnavailable(f"the worker sent a chunk that is none ({type(error).__name__})") from error
 

@@ -145,7 +145,7 @@ class Worker:
             stream.owns(opened.pop_all())
         return stream
 
-    def _chunks(self, request: ChatRequest | CompletionRequest, timeout_s: float) -> AsyncGenerator[Chunk, None]:
+    def _chunks(self, request: ChatRequest | CompletionRequest, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
         if isinstance(request, ChatRequest):
             return self.client.chat_stream(request, timeout_s=timeout_s)
         return as_chat(self.client.completion_stream(request, timeout_s=timeout_s))
@@ -173,7 +173,9 @@ class Stream:
     What has been read ahead (to see that there is an answer, or to judge it) is held, and given out in order.
     """
 
-    def __init__(self, worker: Worker, chunks: AsyncGenerator[Chunk, None], attempt: Attempt, deadline: Deadline):
+    def __init__(
+        self, worker: Worker, chunks: AsyncGenerator[list[Chunk], None], attempt: Attempt, deadline: Deadline
+    ):
         self.worker = worker
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
         self.last_at = 0.0  # its latest chunk
@@ -183,6 +185,7 @@ class Stream:
         self._chunks = chunks
         self._attempt = attempt
         self._deadline = deadline
+        self._arrived: deque[Chunk] = deque()  # together with the latest that was read
         self._held: deque[Chunk] = deque()
         self._opened = AsyncExitStack()
 
@@ -221,11 +224,14 @@ class Stream:
 
     async def _pull(self, by: Deadline) -> None:
         try:
-            chunk = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
-            if chunk is None:
+            if not self._arrived:
+                chunks = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
+                self._arrived.extend(chunks or ())
+            if not self._arrived:
                 self.has_ended = True
                 await self.aclose()  # its place is free, whatever becomes of the answer
                 return
+            chunk = self._arrived.popleft()
             self._read(chunk)
         except KvrelayError as error:
             self._attempt.end(error)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from workers.api.errors import DeadlineExceeded, InvalidRequest, WorkerUnavailable, from_reply
+from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, WorkerUnavailable, from_reply
+from workers.api.httpx_wire import HttpxWire
 from workers.api.schemas import (
     SECRET_HEADER,
     CacheInfo,
@@ -27,28 +29,25 @@ from workers.api.schemas import (
     TransferRequest,
     WorkerInfo,
 )
+from workers.api.wire import Answer, BadPath, BrokenOff, Silent, SocketWire, Unreachable, Wire
 
 R = TypeVar("R", bound=Reply)
 
 CONNECT_TIMEOUT_S = 2.0
-KEEPALIVE_EXPIRY_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
+EVENT, DONE = b"data: ", b"data: [DONE]"
+
+Chunk = dict[str, Any]
 
 
 class WorkerClient:
     """Calls one worker. `timeout_s` bounds each gap in a reply or a stream; a worker that takes no connection within
-    `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is left."""
+    `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is left. `transport` carries the calls in place of
+    sockets."""
 
     def __init__(self, url: str, secret: str, *, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={SECRET_HEADER: secret},
-            transport=transport,
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_EXPIRY_S
-            ),
-            trust_env=False,
-        )
+        headers = {SECRET_HEADER: secret}
+        self._wire: Wire = SocketWire(url, headers) if transport is None else HttpxWire(url, headers, transport)
 
     async def __aenter__(self) -> WorkerClient:
         return self
@@ -59,7 +58,11 @@ class WorkerClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self._wire.aclose()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._wire.is_closed
 
     async def info(self, *, timeout_s: float = 5.0) -> WorkerInfo:
         return _parse(WorkerInfo, await self._call("GET", "/v1/info", None, timeout_s))
@@ -99,14 +102,13 @@ class WorkerClient:
             raise WorkerUnavailable("worker answered with something that is not a chat completion")
         return reply
 
-    def completion_stream(
-        self, request: CompletionRequest, *, timeout_s: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    def completion_stream(self, request: CompletionRequest, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
         """The chunks of a streamed text completion; else as `chat_stream`."""
         return self._stream("/v1/completions", request, timeout_s)
 
-    def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed chat completion; `KVUsage` stands in the last one's `kv_transfer_params`.
+    def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
+        """The chunks of a streamed chat completion, as many at a time as came together; `KVUsage` stands in the last
+        one's `kv_transfer_params`.
 
         An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
         taken for a whole one. Closing the iterator hangs up, which stops the worker.
@@ -115,66 +117,83 @@ class WorkerClient:
 
     async def _stream(
         self, path: str, request: ChatRequest | CompletionRequest, timeout_s: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        is_whole = False
+    ) -> AsyncGenerator[list[Chunk], None]:
+        frames = Frames()
         try:
-            async with self._http.stream(
-                "POST",
-                path,
-                content=_body(request),
-                headers={"content-type": "application/json"},
-                timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-            ) as reply:
-                if reply.status_code != 200:
-                    await reply.aread()
-                    raise from_reply(reply.status_code, _json(reply), reply.headers.get("retry-after"))
-                async for line in reply.aiter_lines():
-                    if is_whole or not line.startswith("data: "):
-                        continue  # after [DONE] too it is read to its end: hanging up there would look like a client's
-                    is_whole = line == "data: [DONE]"
-                    if is_whole:
-                        continue
-                    chunk = _chunk(line[6:])
-                    if "error" in chunk:
-                        raise from_reply(500, chunk)
-                    yield chunk
-        except httpx.ConnectTimeout as error:
-            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
-        except httpx.TimeoutException as error:
-            if not is_whole:
+            async with self._asked("POST", path, request, timeout_s) as answer:
+                if answer.status != 200:
+                    raise from_reply(answer.status, _json(await answer.whole()), answer.retry_after)
+                while data := await answer.read():  # after [DONE] too: hanging up there would look like a client's
+                    if chunks := frames.add(data):
+                        yield chunks
+                    if frames.error is not None:
+                        raise frames.error
+        except Silent as error:
+            if not frames.are_whole:
                 raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
-        except httpx.HTTPError as error:
-            if not is_whole:
-                raise WorkerUnavailable(f"worker at {self.url} broke off: {error!r}") from error
-        if not is_whole:
+        except BrokenOff as error:
+            if not frames.are_whole:
+                raise WorkerUnavailable(f"worker at {self.url} broke off: {error}") from error
+        if not frames.are_whole:
             raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
 
-    async def _call(self, method: str, path: str, request: Prompt | ChatRequest | Any, timeout_s: float) -> Any:
+    async def _call(self, method: str, path: str, request: BaseModel | None, timeout_s: float) -> Any:
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left to call {path}")
         try:
-            reply = await self._http.request(
-                method,
-                path,
-                content=None if request is None else _body(request),
-                headers={"content-type": "application/json"},
-                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            )
-        except httpx.ConnectTimeout as error:
-            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
-        except httpx.TimeoutException as error:
+            async with self._asked(method, path, request, timeout_s) as answer:
+                reply = _json(await answer.whole())
+        except Silent as error:
             raise DeadlineExceeded(f"worker at {self.url} did not answer {path} in {timeout_s:.3f} s") from error
-        except httpx.InvalidURL as error:
+        except BrokenOff as error:
+            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error}") from error
+        if answer.status >= 400:
+            raise from_reply(answer.status, reply, answer.retry_after)
+        return reply
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, request: BaseModel | None, timeout_s: float
+    ) -> AsyncIterator[Answer]:
+        body = b"" if request is None else request.model_dump_json(exclude_none=True).encode()
+        connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+        try:
+            async with self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s) as answer:
+                yield answer
+        except BadPath as error:
             raise InvalidRequest(f"{self.url}{path} is not a URL") from error
-        except httpx.HTTPError as error:
-            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error!r}") from error
-        if reply.status_code >= 400:
-            raise from_reply(reply.status_code, _json(reply), reply.headers.get("retry-after"))
-        return _json(reply)
+        except Unreachable as error:
+            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error}") from error
 
 
-def _body(request: Any) -> bytes:
-    return orjson.dumps(request.model_dump(exclude_none=True))
+class Frames:
+    """The chunks in a stream of server-sent events, as its pieces arrive. Whatever follows `[DONE]` is passed over."""
+
+    def __init__(self) -> None:
+        self.are_whole = False
+        self.error: KvrelayError | None = None  # told in place of a chunk, which ends the stream
+        self._unfinished = b""
+
+    def add(self, data: bytes) -> list[Chunk]:
+        """The chunks that are complete now, up to an error."""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        chunks: list[Chunk] = []
+        for line in lines:
+            if self.are_whole or not line.startswith(EVENT):
+                continue
+            if line.rstrip() == DONE:
+                self.are_whole = True
+                continue
+            chunk = _json(line[len(EVENT) :])
+            if not isinstance(chunk, dict):
+                self.error = WorkerUnavailable("worker sent a frame that is not a JSON object")
+            elif "error" in chunk:
+                self.error = from_reply(500, chunk)
+            else:
+                chunks.append(chunk)
+                continue
+            break
+        return chunks
 
 
 def _parse(kind: type[R], data: Any) -> R:
@@ -184,18 +203,8 @@ def _parse(kind: type[R], data: Any) -> R:
         raise WorkerUnavailable(f"worker answered with something that is not a {kind.__name__}") from error
 
 
-def _chunk(data: str) -> dict[str, Any]:
+def _json(raw: bytes) -> Any:
     try:
-        chunk = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise WorkerUnavailable("worker sent a frame that is not a JSON object")
-    return chunk
-
-
-def _json(reply: httpx.Response) -> Any:
-    try:
-        return orjson.loads(reply.content) if reply.content else None
+        return orjson.loads(raw) if raw else None
     except orjson.JSONDecodeError:
         return None

@@ -23,7 +23,7 @@ def answer(served: Served, reference: LlamaForCausalLM, num_tokens: int = NUM) -
 
 async def chunks(served: Served, **changes: Any) -> list[dict[str, Any]]:
     request = chat_request(stream=True, **changes)
-    return [chunk async for chunk in served.client.chat_stream(request, timeout_s=60)]
+    return [chunk async for chunks in served.client.chat_stream(request, timeout_s=60) for chunk in chunks]
 
 
 def told(parts: list[dict[str, Any]]) -> str:

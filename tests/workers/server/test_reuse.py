@@ -179,7 +179,7 @@ async def test_messages_that_cannot_be_rendered_alone_are_no_prefix(tmp_path: Pa
 
 async def test_streams_report_what_was_kept(served: Served) -> None:
     request = chat_request(stream=True)
-    parts = [part async for part in served.client.chat_stream(request, timeout_s=60)]
+    parts = [part async for parts in served.client.chat_stream(request, timeout_s=60) for part in parts]
     usage = parts[-1]["kv_transfer_params"]
     assert (await served.client.cache(usage["cache_id"])).num_tokens == usage["num_tokens"]
 

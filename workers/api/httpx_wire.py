@@ -1,0 +1,58 @@
+"""`HttpxWire`: calls carried by an httpx transport, such as one to an ASGI application in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+import httpx
+
+from workers.api.wire import Answer, BadPath, BrokenOff, Silent, Unreachable, Wire
+
+
+class HttpxWire(Wire):
+    def __init__(self, url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport):
+        told = {"content-type": "application/json", **headers}
+        self._http = httpx.AsyncClient(base_url=url, headers=told, transport=transport, trust_env=False)
+
+    @asynccontextmanager
+    async def ask(
+        self, method: str, path: str, body: bytes, *, timeout_s: float, connect_s: float
+    ) -> AsyncIterator[Answer]:
+        timeout = httpx.Timeout(timeout_s, connect=connect_s)
+        with translated():
+            async with self._http.stream(method, path, content=body, timeout=timeout) as reply:
+                yield HttpxAnswer(reply)
+
+    async def aclose(self) -> None:
+        with translated():
+            await self._http.aclose()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._http.is_closed
+
+
+class HttpxAnswer(Answer):
+    def __init__(self, reply: httpx.Response):
+        self.status = reply.status_code
+        self.retry_after = reply.headers.get("retry-after")
+        self._pieces = reply.aiter_bytes()
+
+    async def read(self) -> bytes:
+        return await anext(self._pieces, b"")
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """httpx's errors, as those of a wire."""
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise BadPath(str(error)) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise Unreachable(repr(error)) from error
+    except httpx.TimeoutException as error:
+        raise Silent(repr(error)) from error
+    except httpx.HTTPError as error:
+        raise BrokenOff(repr(error)) from error
