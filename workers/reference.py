@@ -2,8 +2,9 @@
 
     python -m workers.reference --small MODEL --large MODEL --bundle BUNDLE --threads N
 
-reads a question a line from standard input, as JSON: `{"tier", "messages", "mapped_tokens", "max_tokens", "body"}`, the
-body of a greedy chat completion with log-probabilities, and answers `{"wrong": null}` or `{"wrong": "what is"}`.
+says `{"ready": true}` once it has its models, then reads a question a line from standard input, as JSON: `{"tier",
+"messages", "mapped_tokens", "max_tokens", "body"}`, the body of a greedy chat completion with log-probabilities; and
+answers `{"wrong": null}` or `{"wrong": "what is"}`.
 """
 
 from __future__ import annotations
@@ -139,10 +140,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     reference = Reference({"small": options.small, "large": options.large}, options.bundle)
+    _tell({"ready": True})
     for line in sys.stdin:
-        sys.stdout.write(json.dumps({"wrong": _wrong(reference, json.loads(line))}) + "\n")
-        sys.stdout.flush()
+        _tell({"wrong": _wrong(reference, json.loads(line))})
     return 0
+
+
+def _tell(what: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 def _wrong(reference: Reference, asked: dict[str, Any]) -> str | None:

@@ -124,7 +124,9 @@ class Tenant:
         return one
 
     def _is_fresh(self, ask: Ask) -> bool:
-        beginning = ask.prompt[:BEGINNING]
+        if ask.refused_with:
+            return False
+        beginning = ask.messages[0]["content"][:BEGINNING]
         is_fresh = beginning not in self._beginnings
         self._beginnings.add(beginning)
         return is_fresh

@@ -38,14 +38,17 @@ class Oracle:
             limit=LINE_LIMIT,
             start_new_session=True,
         )
+        try:
+            await self._line()  # it has its models
+        except BaseException:
+            await self._end()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
+        await self._end()
 
     async def wrong(self, exchange: Exchange) -> str | None:
         """What is wrong with the answer's tokens; None if nothing is."""
@@ -57,13 +60,19 @@ class Oracle:
             "body": exchange.completion,
         }
         async with self._turn:
-            reply = await self._ask(orjson.dumps(question) + b"\n")
+            assert self._process.stdin
+            self._process.stdin.write(orjson.dumps(question) + b"\n")
+            reply = await self._line()
         wrong: str | None = orjson.loads(reply)["wrong"]
         return wrong
 
-    async def _ask(self, line: bytes) -> bytes:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(line)
+    async def _end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def _line(self) -> bytes:
+        assert self._process.stdout
         async with asyncio.timeout(self._timeout_s):
             reply = await self._process.stdout.readline()
         if not reply:

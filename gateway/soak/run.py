@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from gateway.commands import family
@@ -71,10 +72,10 @@ class Soak:
     async def run(self, folders: Mapping[str, str]) -> None:
         """Stages 2 and 3, whole or up to a signal."""
         stopped = asyncio.Event()
-        for number in STOPPING:
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         async with AsyncExitStack() as opened:
             oracle = await opened.enter_async_context(Oracle(folders, threads=self.asked.scale.threads))
+            for number in STOPPING:
+                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
             tenants = [await opened.enter_async_context(tenant) for tenant in self._tenants(oracle)]
             asking = [tenant.run() for tenant in tenants for _ in range(self.asked.scale.num_at_once)]
             await self._until_time_is_up([*asking, self.faults.run(), self.watch.run(), self._progress()], stopped)
@@ -138,7 +139,17 @@ def soak(asked: Asked, say: Say) -> Report:
             asyncio.run(one.run(folders))
             stop_on_signals()  # the event loop has put others in their place
         one.watch.look_for_leftovers()
+        if one.report.wrong:
+            say(f"logs are kept in {_kept(scratch)}")
     return one.report
+
+
+def _kept(scratch: Path) -> Path:
+    """A folder of the logs alone, which stays."""
+    folder = Path(mkdtemp(prefix="kvrelay-soak-logs-"))
+    for log in scratch.glob("*.log"):
+        shutil.copy(log, folder)
+    return folder
 
 
 def _faults(asked: Asked, stack: Stack, victims: Sequence[Victim]) -> Faults:
