@@ -44,7 +44,8 @@ class Gate(BaseModel):
 
 
 class WorkerSettings(BaseModel):
-    """One worker. `model` is a folder or the name of a hub's model, `name` what it is called in requests."""
+    """One worker. `model` is a folder or the name of a hub's model, `name` what it is called in requests.
+    `engine_options` are vLLM's own arguments, for engine vllm."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,6 +54,7 @@ class WorkerSettings(BaseModel):
     model: str
     name: str | None = None
     engine: str = "transformers"
+    engine_options: dict[str, Any] = {}
     url: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65_535)
@@ -90,6 +92,12 @@ class WorkerSettings(BaseModel):
         if engine not in ENGINES:
             raise ValueError(f"unknown engine; known: {', '.join(sorted(ENGINES))}")
         return engine
+
+    @model_validator(mode="after")
+    def _options_of_vllm(self) -> WorkerSettings:
+        if self.engine_options and self.engine != "vllm":
+            raise ValueError(f"engine_options are vLLM's arguments; engine {self.engine} takes none")
+        return self
 
     @field_validator("url", "peers")
     @classmethod
