@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 import httpx
 from fastapi import FastAPI
 
+from gateway.document import document
 from gateway.middleware import Bounds, Trace
 from gateway.reload import Source, following
 from gateway.routes import admin, caches, chat, health, models
@@ -39,7 +41,8 @@ def create_app(
         finally:
             await gateway.stop()
 
-    app = FastAPI(title="kvrelay", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(title="kvrelay", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.state.source = source
     app.add_middleware(Bounds)

@@ -35,7 +35,7 @@ async def let_in(request: Request) -> None:
     log.info("admin", request_id=request.state.request_id, method=request.method, path=request.url.path)
 
 
-router = APIRouter(prefix="/admin", dependencies=[Depends(let_in)])
+router = APIRouter(prefix="/admin", dependencies=[Depends(let_in)], include_in_schema=False)
 
 
 @router.get("/state")

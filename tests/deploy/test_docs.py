@@ -48,7 +48,7 @@ def of(*kind: str) -> Any:
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
-    known = {("text",), ("python",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
+    known = {("text",), ("python",), ("json",), ("yaml",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
     assert {block.kind for block in BLOCKS} <= known
 
 
@@ -86,6 +86,11 @@ def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
     path.write_text(block.text)
     for worker in settings.load(path).workers:
         read_settings(path, worker)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind in (("json",), ("yaml",))])
+def test_data_is_well_formed(block: Block) -> None:
+    assert yaml.safe_load(block.text), "JSON is YAML, too"
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
