@@ -1,7 +1,7 @@
 """What all tests share: a tool that is missing is told at the end with its install line, or fails the run.
 
-`KVRELAY_REQUIRE=all` (as CI sets it) turns a missing tool into a failure. A GPU cannot be installed: without one, tests
-marked `gpu` are skipped, and counted at the end.
+`KVRELAY_REQUIRE=all` (as CI sets it) turns a missing tool into a failure. A GPU cannot be installed, nor the right
+to make network namespaces: without them, tests marked `gpu` and `hosts` are skipped, and counted at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,17 +61,30 @@ def _node() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if for_gpu and not _has_gpu():
-        config.stash[_missing][f"{len(for_gpu)} tests marked gpu"] = "run them on a machine with a CUDA device"
-        for item in for_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for marker, is_there, what, where in (
+        ("gpu", _has_gpu, "needs a CUDA device", "run them on a machine with a CUDA device"),
+        ("hosts", _can_make_hosts, "needs network namespaces", "run them as root on Linux, with iproute2"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not is_there():
+            config.stash[_missing][f"{len(marked)} tests marked {marker}"] = where
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=what))
 
 
 def _has_gpu() -> bool:
     import torch  # noqa: TID251 - and only where a test asks for it: it takes seconds
 
     return torch.cuda.is_available()
+
+
+def _can_make_hosts() -> bool:
+    """Whether this process may make network namespaces and link them, which stand for hosts."""
+    if not shutil.which("ip") or not shutil.which("nsenter"):
+        return False
+    link = "ip link add kvrelay-a type veth peer name kvrelay-b && mount -t tmpfs tmpfs /dev/shm"
+    tried = ["unshare", "--net", "--mount", "sh", "-c", link]
+    return subprocess.run(tried, capture_output=True, check=False).returncode == 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -3,11 +3,14 @@ string: only names that this code holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from workers.api.schemas import Path
+from workers.pool.entries import PoolStats
 from workers.api.tasks import num_tasks
 
 PREFIX = "kvrelay"
@@ -17,6 +20,24 @@ TTFT_BUCKETS = (
 TRANSFER_BUCKETS = (.001, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 30)  # fmt: skip
 
 KL_BUCKETS = (.001, .002, .005, .01, .02, .05, .1, .2, .3, .5, 1, 2, 5, 10)  # fmt: skip
+
+
+class _PoolCounters(Collector):
+    """The counters of a pool, which keeps them itself: it is used from any thread."""
+
+    def __init__(self, stats: Callable[[], PoolStats]):
+        self._stats = stats
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        stats = self._stats()
+        leases = CounterMetricFamily(f"{PREFIX}_kv_lease_events", "Leases for other workers", labels=["event"])
+        for event, count in stats.lease_events.items():
+            leases.add_metric([event], count)
+        yield leases
+        yield CounterMetricFamily(f"{PREFIX}_kv_cache_evictions", "Caches that made room", value=stats.num_evictions)
+        yield CounterMetricFamily(
+            f"{PREFIX}_kv_cache_recalls", "Caches that came back from the second tier", value=stats.num_recalls
+        )
 
 
 class WorkerMetrics:
@@ -45,6 +66,15 @@ class WorkerMetrics:
         )
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "Bytes of source KV read")
         self.transfer_tokens = self._counter("kv_transfer_tokens_total", "Tokens whose KV was mapped")
+        self.sources_released = self._counter(
+            "kv_transfer_sources_released_total", "Source caches given up once they were handed over"
+        )
+        self.transport_failures = self._counter(
+            "kv_transport_failures_total",
+            "Ways to a source that did not open or broke; the next is tried then",
+            "transport",
+            "reason",
+        )
         self.answers = self._counter("answers_total", "Answers, by where their prompts came from", "path")
         self._gauge("exact_answers_ratio", "Part of the answers that no mapped KV served, 0 to 1").set_function(
             self._exact_ratio
@@ -74,6 +104,14 @@ class WorkerMetrics:
         self._gauge("num_requests_running", "Requests that hold working memory").set_function(num_running)
         self._gauge("num_requests_waiting", "Requests that wait for a place").set_function(num_waiting)
         self._gauge("kv_cache_usage_perc", "Used part of the pool's blocks, 0 to 1").set_function(kv_usage)
+
+    def watch_pool(self, stats: Callable[[], PoolStats]) -> None:
+        """What the pool has counted, read when it is asked for."""
+        self._gauge("kv_leases", "Leases that other workers hold").set_function(lambda: stats().num_leases)
+        self._gauge("kv_host_tier_usage_perc", "Used part of the second tier, 0 to 1").set_function(
+            lambda: stats().tier_usage
+        )
+        self.registry.register(_PoolCounters(stats))
 
     def answered(self, path: Path) -> None:
         self.answers.labels(path).inc()

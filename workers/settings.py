@@ -43,6 +43,23 @@ class Gate(BaseModel):
     lengths: tuple[int, ...] | None = Field(default=None, min_length=1)
 
 
+class TcpSettings(BaseModel):
+    """Where a worker lends its blocks to workers of other hosts; `port` 0 picks a free one. They connect to `address`;
+    without one, to `host`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65_535)
+    address: str | None = None
+
+    @model_validator(mode="after")
+    def _somewhere_to_connect_to(self) -> TcpSettings:
+        if self.address is None and self.host in ("0.0.0.0", "::", ""):
+            raise ValueError(f"host {self.host!r} is every address of this machine; address must say which others use")
+        return self
+
+
 class WorkerSettings(BaseModel):
     """One worker. `model` is a folder or the name of a hub's model, `name` what it is called in requests.
     `engine_options` are vLLM's own arguments, for engine vllm."""
@@ -62,6 +79,8 @@ class WorkerSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     pool_bytes: ByteSize = Field(default=ByteSize(512 * 2**20), gt=0)
+    host_tier_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
+    release_source: bool = False
     block_tokens: int = Field(default=32, ge=1, le=1024)
     max_running: int = Field(default=16, ge=1)
     max_queue: int = Field(default=64, ge=0)
@@ -75,6 +94,7 @@ class WorkerSettings(BaseModel):
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}
+    tcp: TcpSettings | None = None
     grace_s: float = Field(default=0.5, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
 

@@ -19,6 +19,7 @@
     │   └── PoolFull          503  every block of the pool is in use by requests or leases
     ├── DeadlineExceeded      504
     ├── TransferFailed        502  the source could not be read
+    │   └── TransferCorrupted 502  what arrived is not what was sent
     └── WorkerUnavailable     503  no answer, or not an answer of this contract
 
 The same class is raised by the worker and, from its reply, by `WorkerClient`.
@@ -117,6 +118,10 @@ class DeadlineExceeded(KvrelayError):
 
 class TransferFailed(KvrelayError):
     status, type, code = 502, "upstream_error", "transfer_failed"
+
+
+class TransferCorrupted(TransferFailed):
+    code = "transfer_corrupted"
 
 
 class WorkerUnavailable(KvrelayError):

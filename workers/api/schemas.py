@@ -187,7 +187,8 @@ class KVLayout(Reply):
 
 
 class PoolExport(Reply):
-    """How another process opens the pool: `kind` names the transport (`shm`: a file; `cuda_ipc`: a memory handle)."""
+    """How another process opens the pool: `kind` names the transport (`shm`: a file; `cuda_ipc`: a memory handle;
+    `tcp`: where it is lent over the network)."""
 
     kind: str
     address: dict[str, str | int]
@@ -195,8 +196,19 @@ class PoolExport(Reply):
     epoch: str
 
 
+class Site(Reply):
+    """Where a worker stands, as seen by who lends to it: the `transports` that it reads, the `host` whose shared memory
+    it sees (kernel and mounted file system), its own `process`, and its `gpus` by their PCI bus ids."""
+
+    transports: list[str]
+    host: str = ""
+    process: str = ""
+    gpus: list[str] = []
+
+
 class Ticket(Reply):
-    """The right to read one cache for as long as its lease lasts."""
+    """The right to read one cache for as long as its lease lasts. `exports` are all ways to the pool, `pool` among
+    them."""
 
     lease_id: str
     cache_id: CacheId
@@ -211,6 +223,12 @@ class Ticket(Reply):
     fingerprint: Digest
     provenance: Provenance
     expires_at: float
+    exports: list[PoolExport] = []
+
+    @property
+    def ways(self) -> list[PoolExport]:
+        """The ways to the pool; of a worker that knows of no others, the one."""
+        return self.exports or [self.pool]
 
 
 class CacheInfo(CacheReply):
@@ -349,6 +367,9 @@ class Rates(Reply):
 
 
 class WorkerInfo(Reply):
+    """What a worker is. `exports` are the ways to its pool, `site` what it can open itself: `exports` of one worker and
+    `site` of another decide how the second reads the first."""
+
     worker: str
     model: str
     fingerprint: Digest
@@ -363,3 +384,5 @@ class WorkerInfo(Reply):
     free_blocks: int
     rates: Rates
     pid: int
+    exports: list[PoolExport] = []
+    site: Site | None = None

@@ -2,7 +2,7 @@
 
     1. ticket    lease the source cache; check tenant, tokens, weights, provenance, layout
     2. decide    what stands here mapped already is shared; by cost, map less than asked, or not at all
-    3. room      blocks of our own pool, and the source's pool open
+    3. room      blocks of our own pool, and the source's pool open, by the fastest transport that works
     4. head      the first few tokens, read natively by our model from the ticket's token ids
     5. chunks    read the source blocks, map them layer by layer, write ours: one compute step each, so that others
                  decode in between; deadline and the source's generations are checked at each
@@ -24,17 +24,17 @@ from functools import partial
 
 from torch import Tensor
 
+from mappers.cache import KVCache
 from workers.api.errors import InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
 from workers.handoff.made import Made
 from workers.handoff.plan import Plan, plan_handoff
+from workers.handoff.source import Source
 from workers.handoff.target import HandoffTarget, Outcome, Peer
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry, Hold, Span
 from workers.sharing import Job, SharedWork
-from workers.transports import choose
-from workers.transports.base import Reader
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Clock:
     copy_s: float = 0.0
     mapping_s: float = 0.0
     write_s: float = 0.0
+    transport: str = "none"
 
     @property
     def total_s(self) -> float:
@@ -106,6 +107,7 @@ class Handoffs:
     ) -> tuple[Plan, TransferReply]:
         ticket = await self._lease(request, peer, job)
         clock.lease_s = clock.total_s
+        is_done = False
         try:
             plan = plan_handoff(
                 request, ticket, self._target.pool, self._target.mappers(), max_tokens=self._target.max_tokens
@@ -114,8 +116,9 @@ class Handoffs:
             with before:
                 plan = self._decided(replace(plan, reused=reused), request, job)
                 entry = await self._bring(plan, before.blocks, request, job, clock)
+            is_done = True
         finally:
-            self._give_back(peer, ticket)
+            self._give_back(peer, ticket, is_done=is_done)
         return plan, _reply(entry, plan, self._target.pool.epoch, clock)
 
     async def _lease(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> Ticket:
@@ -155,17 +158,17 @@ class Handoffs:
         with ExitStack() as held:
             # Entered inside the steps: a result of a step that ends under cancellation would be lost with its hold.
             ours: list[Hold] = []
-            readers: list[Reader] = []
             needed = blocks_for(plan.num_tokens, pool.layout.block_tokens) - len(shared)
             await run_step(lambda: ours.append(held.enter_context(pool.allocate(needed))))
-            await run_step(lambda: readers.append(self._open(plan.ticket, request.source_worker, clock)))
-            blocks, reader = shared + ours[0].blocks, readers[0]
+            source = await self._open(plan.ticket, request.source_worker, job, clock)
+            blocks = shared + ours[0].blocks
             if plan.head and not shared:
                 job.check()
                 await self._read_head(plan, blocks, clock)
             for begin, end in chunks(plan.begin, plan.num_tokens, self._target.chunk_tokens):
                 job.check()
-                await run_step(partial(self._move, plan, reader, blocks, begin, end, clock))
+                await source.use(begin, end, partial(self._map, plan, blocks, clock))
+            clock.copy_s, clock.transport = source.copy_s, source.kind
             entry = pool.put(
                 blocks,
                 plan.token_ids,
@@ -178,12 +181,12 @@ class Handoffs:
         self._made.note(entry)
         return entry
 
-    def _open(self, ticket: Ticket, peer_name: str, clock: Clock) -> Reader:
+    async def _open(self, ticket: Ticket, peer_name: str, job: Job[TransferReply], clock: Clock) -> Source:
         started = time.perf_counter()
-        choose([ticket.pool.kind], self._target.transports)
-        reader = self._target.readers.get(peer_name, ticket.pool, ticket.layout)
+        source = Source(self._target, peer_name, ticket, job)
+        await source.open()
         clock.open_s = time.perf_counter() - started
-        return reader
+        return source
 
     async def _read_head(self, plan: Plan, blocks: Sequence[int], clock: Clock) -> None:
         started = time.perf_counter()
@@ -193,20 +196,29 @@ class Handoffs:
         await self._target.run_step(lambda: self._target.pool.scatter(blocks, kv))
         clock.head_s = time.perf_counter() - started
 
-    def _move(self, plan: Plan, reader: Reader, blocks: Sequence[int], begin: int, end: int, clock: Clock) -> None:
-        """One chunk, from the source's blocks to ours. Runs on the compute thread."""
+    def _map(self, plan: Plan, blocks: Sequence[int], clock: Clock, chunk: KVCache) -> None:
+        """One chunk of the source, into our blocks. Runs on the compute thread."""
         started = time.perf_counter()
-        chunk = reader.read(plan.ticket.blocks, plan.ticket.generations, begin, end)
-        clock.copy_s += (copied := time.perf_counter()) - started
-        with self._target.pool.writing(blocks, begin, end) as write:
+        with self._target.pool.writing(blocks, chunk.start, chunk.start + chunk.num_tokens) as write:
             plan.mapper.map_into(chunk, _timed(write, clock))
-        clock.mapping_s += time.perf_counter() - copied
+        clock.mapping_s += time.perf_counter() - started
 
-    def _give_back(self, peer: Peer, ticket: Ticket) -> None:
-        """End the lease without waiting for it: the peer may be frozen, and its leases expire."""
-        release = asyncio.create_task(_release(peer, ticket))
+    def _give_back(self, peer: Peer, ticket: Ticket, *, is_done: bool) -> None:
+        """End the lease without waiting for it: the peer may be frozen, and its leases expire. Where a source is to be
+        released, its cache goes as well."""
+        release = asyncio.create_task(self._release(peer, ticket, drop=is_done and self._target.release_source))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)
+
+    async def _release(self, peer: Peer, ticket: Ticket, *, drop: bool) -> None:
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await peer.release(ticket.cache_id, ticket.lease_id, timeout_s=RELEASE_TIMEOUT_S)
+                if drop:
+                    await peer.drop(ticket.cache_id, timeout_s=RELEASE_TIMEOUT_S)
+                    self._target.source_released()
+        except (KvrelayError, TimeoutError) as error:
+            log.info("a source was not given back and will expire: %s", error)
 
 
 def _result_of(error: BaseException) -> str:
@@ -232,14 +244,6 @@ def _timed(write: Callable[[int, Tensor, Tensor], None], clock: Clock) -> Callab
     return sink
 
 
-async def _release(peer: Peer, ticket: Ticket) -> None:
-    try:
-        async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await peer.release(ticket.cache_id, ticket.lease_id, timeout_s=RELEASE_TIMEOUT_S)
-    except (KvrelayError, TimeoutError) as error:
-        log.info("a lease was not given back and will expire: %s", error)
-
-
 def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferReply:
     return TransferReply(
         cache_id=entry.cache_id,
@@ -260,4 +264,5 @@ def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferR
         decision="hybrid" if plan.is_hybrid else "map",
         reason=plan.reason,
         reused_tokens=plan.reused,
+        transport=clock.transport,
     )

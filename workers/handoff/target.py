@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from mappers.cache import KVCache
 from mappers.mapper import Mapper
-from workers.api.schemas import LeaseRequest, Ticket, TransferReply
+from workers.api.errors import KvrelayError
+from workers.api.schemas import LeaseRequest, Site, Ticket, TransferReply
 from workers.engines.rates import Costs
 from workers.pool.pool import Pool
 from workers.transports.readers import Readers
@@ -18,11 +19,13 @@ MAX_HANDOFFS = 16
 
 
 class Peer(Protocol):
-    """The two calls of the source worker that a handoff makes."""
+    """The calls of the source worker that a handoff makes."""
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket: ...
 
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None: ...
+
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None: ...
 
 
 class RunStep(Protocol):
@@ -58,9 +61,11 @@ class Outcome:
 @dataclass(frozen=True)
 class HandoffTarget:
     """What the receiving worker lends to its handoffs. `mappers` gives those usable at the moment of the call,
-    `transports` names those that it reads. `observe` hears of each handoff once. `costs` tells what reading and
-    handoffs take, as measured; `native_share` of a full prefill is what a handoff by cost may take. `max_tokens` is the
-    model's context, None for one without end."""
+    `site` tells what it can open. `observe` hears of each handoff once, `transport_failed` of each transport, by its
+    kind, that did not open or broke, and why. `costs` tells what reading and handoffs take, as measured; `native_share`
+    of a full prefill is what a handoff by cost may take. `max_tokens` is the model's context, None for one without
+    end. With `release_source`, a source cache that was handed over is given up at its worker, so that memory peaks at
+    source, target and a chunk between; `source_released` hears of it."""
 
     pool: Pool
     model: str
@@ -68,8 +73,11 @@ class HandoffTarget:
     prefill_head: PrefillHead
     run_step: RunStep
     readers: Readers
-    transports: Sequence[str]
+    site: Site
     observe: Callable[[Outcome], None] = lambda outcome: None
+    transport_failed: Callable[[str, KvrelayError], None] = lambda kind, error: None
+    release_source: bool = False
+    source_released: Callable[[], None] = lambda: None
     costs: Callable[[], Costs] = Costs
     native_share: float = 0.0
     max_tokens: int | None = None

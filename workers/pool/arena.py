@@ -17,6 +17,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -106,7 +107,8 @@ class HeapArena(Arena):
         _HEAP[epoch] = self
 
     def export(self) -> PoolExport:
-        return PoolExport(kind=self.kind, address={}, num_blocks=self.num_blocks, epoch=self.epoch)
+        address: dict[str, str | int] = {"process": process_id()}
+        return PoolExport(kind=self.kind, address=address, num_blocks=self.num_blocks, epoch=self.epoch)
 
     def close(self) -> None:
         self.generations |= 1
@@ -152,6 +154,12 @@ def host_id(directory: Path = SHM) -> str:
     they share the mount. Processes with the same id can share files there."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{directory.stat().st_dev}"
+
+
+@cache
+def process_id() -> str:
+    """Names this process. A number that the system gives would be another container's as well."""
+    return secrets.token_hex(16)
 
 
 def new_epoch() -> str:

@@ -4,13 +4,14 @@ another worker)."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from workers.api.schemas import Provenance
 
 EXACT: Provenance = "exact"
+LEASE_EVENTS = ("granted", "released", "expired", "refused")
 _COMPARED_AT_ONCE = 256  # tokens: whole slices compare fast
 
 
@@ -107,7 +108,8 @@ class Lease:
 @dataclass(frozen=True)
 class PoolStats:
     """Counts at one moment. `free_blocks` counts those still being cleared; `num_indexed` blocks are found by their
-    tokens; `num_evictions` is since the start."""
+    tokens. Since the start: `num_evictions`, `num_recalls` of caches from a second tier, and `lease_events`, by the
+    names in `LEASE_EVENTS`; `refused` are those that found too many others."""
 
     num_blocks: int
     free_blocks: int
@@ -115,7 +117,16 @@ class PoolStats:
     num_leases: int
     num_indexed: int
     num_evictions: int
+    lease_events: Mapping[str, int]
+    tier_blocks: int = 0
+    tier_used_blocks: int = 0
+    num_recalls: int = 0
 
     @property
     def used_blocks(self) -> int:
         return self.num_blocks - self.free_blocks
+
+    @property
+    def tier_usage(self) -> float:
+        """Used part of the second tier, 0 to 1."""
+        return self.tier_used_blocks / self.tier_blocks if self.tier_blocks else 0.0

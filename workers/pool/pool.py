@@ -29,7 +29,7 @@ from workers.api.schemas import Provenance
 from workers.digest import KVIdentity, block_chain, token_digest
 from workers.pool.arena import Arena
 from workers.pool.blocks import blocks_for, check_blocks
-from workers.pool.entries import EXACT, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
+from workers.pool.entries import EXACT, LEASE_EVENTS, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
 from workers.pool.evict import choose_victims
 from workers.pool.index import PrefixIndex
 from workers.pool.ledger import BlockLedger
@@ -37,7 +37,7 @@ from workers.pool.memory import PoolMemory
 
 MAX_LEASES = 1024
 _CLEAR_TIMEOUT_S = 5.0
-_CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for them hardly notices
+CLEAR_BATCH = 4  # blocks zeroed at a time: short enough that whoever waits for them hardly notices
 
 
 class Pool(PoolMemory):
@@ -62,6 +62,7 @@ class Pool(PoolMemory):
         self._successors: dict[str, str] = {}  # ids of mapped caches, to the exact ones that took their places
         self._next_expiry = math.inf  # nothing ends before
         self._num_evictions = 0
+        self._lease_events = dict.fromkeys(LEASE_EVENTS, 0)
         self._changed = threading.Condition(threading.RLock())
         self._clearer = threading.Thread(target=self._clear_for_ever, name="kvrelay-pool-clear", daemon=True)
         self._clearer.start()
@@ -84,6 +85,7 @@ class Pool(PoolMemory):
                 num_leases=len(self._leases),
                 num_indexed=len(self._index),
                 num_evictions=self._num_evictions,
+                lease_events=dict(self._lease_events),
             )
 
     # -- blocks for a request ---------------------------------------------------------------------------------------
@@ -219,6 +221,20 @@ class Pool(PoolMemory):
         with self._changed:
             self._forget(self.get(cache_id, salt))
 
+    def discard(self, cache_id: str) -> None:
+        """Forget a cache, whoever's it is. `CacheNotFound` as in `get`."""
+        with self._changed:
+            self._forget(self.peek(cache_id))
+
+    def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
+        """Which of this tenant's caches is in a second tier and serves these tokens better than what stands here: the
+        one named, or else the longest exact prefix. None if there is none, as in a pool without a second tier."""
+        return None
+
+    def recall(self, cache_id: str) -> bool:
+        """Bring an evicted cache back; whether it stands here again. Copies: to be called off the event loop."""
+        return False
+
     def mapped(self) -> list[CacheEntry]:
         """The caches that are not exact, least recently used first."""
         with self._changed:
@@ -234,7 +250,7 @@ class Pool(PoolMemory):
                 return 0
             if tip is not None and not self.stands(tip):
                 return 0
-            chain = [entry for entry in self.mapped() if _is_beginning(entry, exact)]
+            chain = [entry for entry in self.mapped() if is_beginning(entry, exact)]
             for entry in chain:
                 self._forget(entry)
                 self._successors[entry.cache_id] = exact.cache_id
@@ -247,11 +263,13 @@ class Pool(PoolMemory):
         with self._changed:
             entry = self.get(cache_id, salt)
             if len(self._leases) >= self._max_leases:
+                self._lease_events["refused"] += 1
                 raise Overloaded(f"{self._max_leases} leases are out, which is the most", retry_after_s=1.0)
             self._ledger.share(entry.blocks)
             generations = tuple(self.arena.generations_of(entry.blocks))
             lease = Lease(f"lease-{secrets.token_hex(16)}", entry, generations, self._clock() + ttl_s)
             self._leases[lease.lease_id] = lease
+            self._lease_events["granted"] += 1
             self._next_expiry = min(self._next_expiry, lease.expires_at)
             return lease
 
@@ -260,7 +278,7 @@ class Pool(PoolMemory):
         with self._changed:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.entry.cache_id == cache_id:
-                self._end_lease(lease)
+                self._end_lease(lease, "released")
 
     def num_leases(self, cache_id: str) -> int:
         with self._changed:
@@ -302,14 +320,15 @@ class Pool(PoolMemory):
         if now < self._next_expiry:
             return
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
-            self._end_lease(lease)
+            self._end_lease(lease, "expired")
         for entry in [entry for entry in self._entries.values() if entry.expires_at <= now]:
             self._forget(entry)
         ends = [lease.expires_at for lease in self._leases.values()]
         ends += [entry.expires_at for entry in self._entries.values()]
         self._next_expiry = min(ends, default=math.inf)
 
-    def _end_lease(self, lease: Lease) -> None:
+    def _end_lease(self, lease: Lease, how: str) -> None:
+        self._lease_events[how] += 1
         del self._leases[lease.lease_id]
         self._drop_users(lease.entry.blocks)
 
@@ -340,7 +359,7 @@ class Pool(PoolMemory):
         """Blocks to clear, as soon as there are any; none when the pool closes."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._ledger.has_dirty)
-            return [] if self._closed else self._ledger.next_dirty(_CLEAR_BATCH)
+            return [] if self._closed else self._ledger.next_dirty(CLEAR_BATCH)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -378,7 +397,7 @@ def _check_use(entry: CacheEntry, salt: str, require_exact: bool) -> None:
         raise CacheMismatch(f"{entry.cache_id} is {entry.provenance}; an exact cache is required", param="cache_id")
 
 
-def _is_beginning(entry: CacheEntry, whole: CacheEntry) -> bool:
+def is_beginning(entry: CacheEntry, whole: CacheEntry) -> bool:
     same_tenant = secrets.compare_digest(entry.tenant_salt, whole.tenant_salt)
     return same_tenant and entry.common_prefix(whole.token_ids) == entry.num_tokens
 

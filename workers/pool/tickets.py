@@ -1,23 +1,30 @@
 """`TicketOffice`: a worker's leases as the messages of `workers.api`.
 
-It has the two calls of `WorkerClient` that a handoff needs, so a pool of the same process can be a handoff's peer.
+It has the calls of `WorkerClient` that a handoff needs, so a pool of the same process can be a handoff's peer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.api.schemas import LeaseRequest, Ticket
+from workers.api.schemas import LeaseRequest, PoolExport, Ticket
 from workers.pool.entries import Lease
 from workers.pool.pool import Pool
 
 
 @dataclass(frozen=True)
 class TicketOffice:
-    """Gives tickets for a pool whose blocks the model called `model` has computed."""
+    """Gives tickets for a pool whose blocks the model called `model` has computed. `streams` are ways to it beside the
+    pool's own."""
 
     pool: Pool
     model: str
+    streams: tuple[PoolExport, ...] = ()
+
+    @property
+    def exports(self) -> list[PoolExport]:
+        """All ways to the pool."""
+        return [self.pool.export(), *self.streams]
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
         return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
@@ -25,12 +32,16 @@ class TicketOffice:
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
         self.pool.release(cache_id, lease_id)
 
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
+        self.pool.discard(cache_id)
+
     def ticket(self, lease: Lease) -> Ticket:
-        entry = lease.entry
+        entry, exports = lease.entry, self.exports
         return Ticket(
             lease_id=lease.lease_id,
             cache_id=entry.cache_id,
-            pool=self.pool.export(),
+            pool=exports[0],
+            exports=exports,
             layout=self.pool.layout,
             blocks=list(entry.blocks),
             generations=list(lease.generations),

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from workers.api.schemas import CacheId, CacheInfo, LeaseRequest, PrefillRequest, TransferRequest
 from workers.routes.hangup import until_hang_up
 from workers.routes.replies import json_reply
+from workers.serving.recall import recall_cache
 from workers.serving.worker import Worker
 
 router = APIRouter(prefix="/v1")
@@ -30,6 +31,7 @@ async def transfer(body: TransferRequest, request: Request) -> Response:
 @router.post("/cache/{cache_id}/lease")
 async def lease(cache_id: CacheId, body: LeaseRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
+    await recall_cache(worker.engine, worker.pool, cache_id, body.tenant_salt)
     granted = worker.pool.lease(cache_id, body.tenant_salt, ttl_s=body.ttl_s)
     return json_reply(worker.tickets.ticket(granted))
 
@@ -64,5 +66,5 @@ async def look(cache_id: CacheId, request: Request) -> Response:
 @router.delete("/cache/{cache_id}")
 async def drop(cache_id: CacheId, request: Request) -> Response:
     worker: Worker = request.app.state.worker
-    worker.pool.drop(cache_id, worker.pool.peek(cache_id).tenant_salt)
+    worker.pool.discard(cache_id)
     return Response(status_code=204)

@@ -29,6 +29,7 @@ from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.serving.paging import page_in, page_out
 from workers.serving.probe import Agreement, probe_agreement
+from workers.serving.recall import recall_for
 from workers.serving.reuse import Reuse, reuse_of
 from workers.serving.shadow import Served, Shadow
 from workers.serving.text import TextWriter
@@ -77,6 +78,7 @@ class Answerer:
         """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
         token_ids = job.prompt.token_ids
         capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
+        await recall_for(self.engine, self.pool, token_ids, job.salt, job.params, priority=job.priority)
         with reuse_of(self.pool, token_ids, job.salt, job.params) as reuse:
             async with (
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,

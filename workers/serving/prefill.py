@@ -15,6 +15,7 @@ from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.serving.paging import page_in, page_out
 from workers.serving.prompts import PromptReader
+from workers.serving.recall import recall_for
 from workers.serving.reuse import reuse_of
 from workers.sharing import SharedWork
 
@@ -69,8 +70,9 @@ class Prefiller:
         )
 
     async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
-        began = time.monotonic()
-        with reuse_of(self._pool, token_ids, salt, KVTransferParams()) as reuse:
+        began, params = time.monotonic(), KVTransferParams()
+        await recall_for(self._engine, self._pool, token_ids, salt, params)
+        with reuse_of(self._pool, token_ids, salt, params) as reuse:
             async with self._engine.admit() as claim, self._engine.sequence(claim, len(token_ids)) as sequence:
                 await page_in(self._pool, sequence, token_ids, reuse)
                 entry = await page_out(self._engine, self._pool, claim, sequence, reuse, salt=salt, ttl_s=ttl_s)

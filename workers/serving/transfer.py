@@ -8,7 +8,7 @@ from typing import Any
 
 from mappers.cache import KVCache
 from workers.api.client import WorkerClient
-from workers.api.errors import BundleUnusable, InvalidRequest
+from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError
 from workers.api.schemas import TransferReply, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.admission import Claim
@@ -17,8 +17,8 @@ from workers.handoff import Handoffs, HandoffTarget, Outcome
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
 from workers.settings import WorkerSettings
-from workers.transports import readable_transports
 from workers.transports.readers import Readers
+from workers.transports.site import site_here
 
 PRIORITY = 10  # a transfer is an escalation: somebody has waited for one answer already
 
@@ -34,9 +34,10 @@ class Transfers:
         bundles: Bundles,
         metrics: WorkerMetrics,
         connect: Callable[[str], WorkerClient],
+        secret: str,
     ):
-        self.transports = readable_transports(cuda=settings.device != "cpu")
-        self.readers = Readers()
+        self.site = site_here(cuda=settings.device != "cpu")
+        self.readers = Readers(secret)
         self._engine = engine
         self._metrics = metrics
         self._bundles = bundles
@@ -49,8 +50,11 @@ class Transfers:
                 prefill_head=self._read_head,
                 run_step=self._run_step,
                 readers=self.readers,
-                transports=self.transports,
+                site=self.site,
                 observe=self._count,
+                transport_failed=self._count_failure,
+                release_source=settings.release_source,
+                source_released=metrics.sources_released.inc,
                 costs=lambda: engine.rates.costs,
                 native_share=settings.native_share,
                 max_tokens=engine.model.max_model_len,
@@ -87,6 +91,9 @@ class Transfers:
 
     async def _run_step(self, step: Callable[[], Any]) -> Any:
         return await self._engine.compute.run(step, priority=PRIORITY)
+
+    def _count_failure(self, kind: str, error: KvrelayError) -> None:
+        self._metrics.transport_failures.labels(kind, error.code).inc()
 
     def _count(self, outcome: Outcome) -> None:
         self._metrics.transfers.labels(outcome.result).inc()

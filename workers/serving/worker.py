@@ -16,17 +16,19 @@ from workers.bundles import Bundles, load_bundles
 from workers.engines import load_engine
 from workers.engines.base import Engine
 from workers.metrics import WorkerMetrics
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool.arena import Arena, create_arena, new_epoch
 from workers.pool.pool import Pool
 from workers.pool.segment import reclaim_dead_segments
 from workers.pool.tickets import TicketOffice
+from workers.pool.tiered import TieredPool
 from workers.serving.answer import Answerer
 from workers.serving.prefill import Prefiller
 from workers.serving.prompts import PromptReader
 from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
 from workers.serving.upgrade import Upgrader
-from workers.settings import WorkerSettings
+from workers.settings import SettingsError, WorkerSettings
+from workers.transports.lender import Lender
 
 log = structlog.get_logger()
 
@@ -43,11 +45,14 @@ class Worker:
         pool: Pool,
         bundles: Bundles,
         connect: Callable[[str], WorkerClient],
+        secret: str,
+        lender: Lender | None = None,
     ):
         self.settings = settings
         self.engine = engine
         self.pool = pool
         self.bundles = bundles
+        self.lender = lender
         self.draining = False
         self.metrics = WorkerMetrics()
         max_at_once = settings.max_running + settings.max_queue
@@ -56,16 +61,19 @@ class Worker:
         self.shadow = Shadow(engine, pool, bundles, self.metrics, settings.shadow_idle_s)
         self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
-        self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect)
-        self.tickets = TicketOffice(pool, engine.model.name)
+        self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
+        self.tickets = TicketOffice(pool, engine.model.name, (lender.export,) if lender else ())
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
             num_waiting=lambda: engine.admission.num_waiting,
             kv_usage=lambda: pool.stats.used_blocks / pool.stats.num_blocks,
         )
+        self.metrics.watch_pool(lambda: pool.stats)
         self._chores: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Worker:
+        if self.lender is not None:
+            self.lender.start()
         self._chores.append(asyncio.create_task(self._sweep()))
         self._chores.append(asyncio.create_task(self.shadow.run()))
         if self.settings.upgrade_idle_s is not None:
@@ -82,6 +90,8 @@ class Worker:
         await self.transfers.aclose()
         await self.engine.aclose()
         self.prompts.close()
+        if self.lender is not None:
+            await asyncio.to_thread(self.lender.close)
         await asyncio.to_thread(self.pool.close)
 
     @property
@@ -96,12 +106,14 @@ class Worker:
             layout=model.layout,
             epoch=self.pool.epoch,
             max_model_len=model.max_model_len,
-            transports=self.transfers.transports,
+            transports=self.transfers.site.transports,
             bundles=self.bundles.infos,
             pool_blocks=stats.num_blocks,
             free_blocks=stats.free_blocks,
             rates=self.engine.rates.snapshot(),
             pid=os.getpid(),
+            exports=self.tickets.exports,
+            site=self.transfers.site,
         )
 
     def check_model(self, name: str | None, param: str = "model") -> None:
@@ -144,10 +156,30 @@ def build_worker(
         epoch=new_epoch(),
         device=settings.device,
     )
+    pool = _pool(settings, arena, engine.model.fingerprint)
+    try:
+        lender = _lender(settings, arena, secret)
+    except SettingsError:
+        pool.close()
+        raise
     return Worker(
-        settings,
-        engine,
-        Pool(arena, engine.model.fingerprint),
-        bundles,
-        connect or (lambda url: WorkerClient(url, secret)),
+        settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret)), secret, lender
     )
+
+
+def _pool(settings: WorkerSettings, arena: Arena, fingerprint: str) -> Pool:
+    if not settings.host_tier_bytes:
+        return Pool(arena, fingerprint)
+    return TieredPool(arena, fingerprint, tier_bytes=settings.host_tier_bytes)
+
+
+def _lender(settings: WorkerSettings, arena: Arena, secret: str) -> Lender | None:
+    tcp = settings.tcp
+    if tcp is None:
+        return None
+    try:
+        return Lender(arena, secret, host=tcp.host, port=tcp.port, told_host=tcp.address)
+    except OSError as error:
+        raise SettingsError(
+            f"worker {settings.id!r} cannot lend its blocks on {tcp.host}:{tcp.port}: {error.strerror or error}"
+        ) from error

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from workers.api.errors import TransferFailed
+from workers.api.schemas import PoolExport, Site
 
 if TYPE_CHECKING:
     from workers.transports.base import Transport
@@ -16,29 +17,38 @@ TRANSPORTS = {
     "inproc": "workers.transports.inproc:InprocTransport",
     "cuda_ipc": "workers.transports.cuda_ipc:CudaIpcTransport",
     "shm": "workers.transports.shm:ShmTransport",
+    "tcp": "workers.transports.tcp:TcpTransport",
 }
 
 
-def load_transport(kind: str) -> Transport:
-    """The transport of that name. Raises `TransferFailed` for one that does not exist."""
+def load_transport(kind: str, secret: str = "") -> Transport:
+    """The transport of that name. `secret` is the cluster's. Raises `TransferFailed` for one that does not exist."""
+    return transport_class(kind).create(secret)
+
+
+def transport_class(kind: str) -> type[Transport]:
+    """Errors as `load_transport`."""
     if kind not in TRANSPORTS:
         raise TransferFailed(f"unknown transport {kind!r}; known: {', '.join(TRANSPORTS)}")
     module, name = TRANSPORTS[kind].split(":")
-    transport: Transport = getattr(import_module(module), name)()
-    return transport
+    cls: type[Transport] = getattr(import_module(module), name)
+    return cls
 
 
-def readable_transports(*, cuda: bool) -> list[str]:
-    """What a worker process can read: memory of its own host, and that of its GPUs if it has any."""
-    return [kind for kind in TRANSPORTS if cuda or kind != "cuda_ipc"]
+def choose(exports: Sequence[PoolExport], site: Site) -> list[PoolExport]:
+    """The ways to a pool that a worker at `site` can go, fastest first. Raises `TransferFailed` if there is none."""
+    order = list(TRANSPORTS)
+    known = [export for export in exports if export.kind in order and export.kind in site.transports]
+    open_ways = [export for export in known if transport_class(export.kind).reaches(export, site)]
+    if not open_ways:
+        raise TransferFailed(
+            f"no common transport: the source offers {', '.join(map(_told, exports)) or 'none'}; "
+            f"this worker reads {', '.join(site.transports) or 'none'} on host {site.host or 'unknown'}"
+        )
+    return sorted(open_ways, key=lambda export: order.index(export.kind))
 
 
-def choose(offered: Sequence[str], readable: Sequence[str]) -> str:
-    """The fastest transport that the source offers and the target reads."""
-    for kind in TRANSPORTS:
-        if kind in offered and kind in readable:
-            return kind
-    raise TransferFailed(
-        f"no common transport: the source offers {', '.join(offered) or 'none'}; "
-        f"this worker reads {', '.join(readable) or 'none'}"
-    )
+def _told(export: PoolExport) -> str:
+    """A way, for messages: what it leads by is nobody's secret, but a memory handle is long."""
+    host = export.address.get("host")
+    return f"{export.kind} on host {host}" if host else export.kind

@@ -10,9 +10,12 @@ A new transport is one file with an `open`, and one line in the registry.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -20,83 +23,142 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheStale, InvalidRequest, TransferFailed
-from workers.api.schemas import KVLayout, PoolExport
+from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, TransferFailed
+from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.blocks import block_bytes, check_blocks, check_range, copy_out, empty_cache
 from workers.pool.segment import Generations, Header
 
 
-class Reader:
-    """A peer's blocks and generations. Safe from any thread; a close waits for the read that runs."""
+class Room:
+    """Memory for a copy, kept from one to the next and grown for a longer one."""
 
-    def __init__(self, export: PoolExport, layout: KVLayout, data: Tensor, generations: Generations):
+    def __init__(self) -> None:
+        self._cache: KVCache | None = None
+
+    def take(self, layout: KVLayout, begin: int, end: int, device: torch.device | str) -> KVCache:
+        """Room for tokens `[begin, end)`: views that the next call gives again."""
+        if self._cache is None or self._cache.num_tokens < end - begin:
+            self._cache = empty_cache(layout, 0, end - begin, device)
+        part = self._cache.slice(0, end - begin)
+        return KVCache(part.keys, part.values, begin)
+
+
+class Reader(ABC):
+    """A peer's blocks. Safe from any thread; a close waits for the read that runs."""
+
+    waits: ClassVar[bool] = False  # whether a read waits for a network: then it goes on a thread that may wait
+
+    def __init__(self, export: PoolExport, layout: KVLayout, device: torch.device | str):
         self.export = export
         self.layout = layout
-        self._data: Tensor | None = data  # (num_blocks, L, 2, block_tokens, H, D)
-        self._generations = generations
+        self._device = device
+        self._closed = False
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def read(self, blocks: Sequence[int], generations: Sequence[int], begin: int, end: int) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, on the pool's device, as
-        views `(H, T, D)` of token-major memory that stand until this thread's next read.
+    def read(
+        self,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        begin: int,
+        end: int,
+        *,
+        deadline: float = math.inf,
+        room: Room | None = None,
+    ) -> KVCache:
+        """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, as views `(H, T, D)` of
+        token-major memory that stand until the next read into that `room`; without one, until this thread's next.
 
         `generations` are the ticket's, one a block. `CacheStale` if a block was freed or written since, or while it was
-        copied; `TransferFailed` for blocks that the pool lacks.
+        copied; `TransferFailed` for blocks that the pool lacks, and where the way to them fails; `DeadlineExceeded` at
+        `deadline`, an instant of `time.monotonic()`.
         """
         check_blocks(blocks, self.export.num_blocks, TransferFailed)
-        size = self.layout.block_tokens
-        check_range(blocks, begin, end, size)
-        touched = slice(begin // size, -(-end // size))
-        with self._lock:
-            if self._data is None:
+        check_range(blocks, begin, end, self.layout.block_tokens)
+        with self._alone(deadline):
+            if self._closed:
                 raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
-            self._check(blocks[touched], generations[touched])
-            copy = self._staging(begin, end, self._data.device)
-            copy_out(self._data, blocks, copy)
-            self._synchronize()
-            self._check(blocks[touched], generations[touched])
+            copy = (room or self._own_room()).take(self.layout, begin, end, self._device)
+            self._fill(copy, blocks, generations, deadline)
         return copy
 
     def alive(self) -> bool:
         """Whether the pool's owner still runs and has its pool open."""
-        return self._data is not None and self._owner_alive()
+        return not self._closed and self._owner_alive()
 
     def close(self) -> None:
         """Give up the mapping. Idempotent."""
         with self._lock:
-            if self._data is not None:
-                self._data = None
+            if not self._closed:
+                self._closed = True
                 self._local = threading.local()
                 self._unmap()
 
-    def _staging(self, begin: int, end: int, device: torch.device) -> KVCache:
-        """Room for a copy: this thread's own, kept from chunk to chunk and grown for a longer one."""
-        room: KVCache | None = getattr(self._local, "room", None)
-        if room is None or room.num_tokens < end - begin:
-            room = self._local.room = empty_cache(self.layout, 0, end - begin, device)
-        part = room.slice(0, end - begin)
-        return KVCache(part.keys, part.values, begin)
+    @abstractmethod
+    def _fill(self, copy: KVCache, blocks: Sequence[int], generations: Sequence[int], deadline: float) -> None:
+        """Fill the copy with its tokens of the sequence in `blocks`, all of which are in the pool."""
+
+    def _touched(self, copy: KVCache) -> slice:
+        """Those of the sequence's blocks that hold the copy's tokens."""
+        size = self.layout.block_tokens
+        return slice(copy.start // size, -(-(copy.start + copy.num_tokens) // size))
 
     def _owner_alive(self) -> bool:
         return True
 
-    def _unmap(self) -> None:
+    def _unmap(self) -> None:  # noqa: B027 - some have nothing to give back
         """Give back what `open` took."""
+
+    @contextmanager
+    def _alone(self, deadline: float) -> Iterator[None]:
+        left_s = -1 if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        if not self._lock.acquire(timeout=left_s):
+            raise DeadlineExceeded("the deadline passed while another read of the same pool went on")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _own_room(self) -> Room:
+        if not hasattr(self._local, "room"):
+            self._local.room = Room()
+        room: Room = self._local.room
+        return room
+
+
+class MemoryReader(Reader):
+    """A peer's blocks and generations in memory that this process sees."""
+
+    def __init__(self, export: PoolExport, layout: KVLayout, data: Tensor, generations: Generations):
+        super().__init__(export, layout, data.device)
+        self._data = data  # (num_blocks, L, 2, block_tokens, H, D)
+        self._generations = generations
+
+    def _fill(self, copy: KVCache, blocks: Sequence[int], generations: Sequence[int], deadline: float) -> None:
+        touched = self._touched(copy)
+        check_generations(self._generations, blocks[touched], generations[touched])
+        copy_out(self._data, blocks, copy)
+        self._synchronize()
+        check_generations(self._generations, blocks[touched], generations[touched])
+
+    def _unmap(self) -> None:
+        self._data = self._data.new_empty(0)
 
     def _synchronize(self) -> None:
         """Wait until the copy is done."""
 
-    def _check(self, blocks: Sequence[int], generations: Sequence[int]) -> None:
-        expected = np.asarray(generations, dtype=np.int64)
-        found = self._generations[np.asarray(blocks, dtype=np.int64)]
-        wrong = np.flatnonzero((found != expected) | (found & 1).astype(bool))
-        if wrong.size:
-            at = int(wrong[0])
-            raise CacheStale(
-                f"block {blocks[at]} is at generation {found[at]}, its ticket says {expected[at]}: "
-                "it was written or freed since"
-            )
+
+def check_generations(now: Generations, blocks: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise `CacheStale` unless these blocks stand, each at the generation that its ticket says."""
+    wanted = np.asarray(expected, dtype=np.int64)
+    found = now[np.asarray(blocks, dtype=np.int64)]
+    wrong = np.flatnonzero((found != wanted) | (found & 1).astype(bool))
+    if wrong.size:
+        at = int(wrong[0])
+        raise CacheStale(
+            f"block {blocks[at]} is at generation {found[at]}, its ticket says {wanted[at]}: "
+            "it was written or freed since"
+        )
 
 
 class Transport(ABC):
@@ -104,10 +166,20 @@ class Transport(ABC):
 
     kind: ClassVar[str]
 
+    @classmethod
+    def create(cls, secret: str) -> Transport:
+        """As a worker uses it. `secret` is the cluster's, for those that must prove that they know it."""
+        return cls()
+
+    @staticmethod
     @abstractmethod
-    def open(self, export: PoolExport, layout: KVLayout) -> Reader:
-        """Map the pool, read-only. `CacheStale` when it is gone or of another epoch, `TransferFailed` when it can't be
-        read from here or is not what `export` and `layout` say."""
+    def reaches(export: PoolExport, site: Site) -> bool:
+        """Whether a worker at `site` can open that pool, as far as the two can tell without trying."""
+
+    @abstractmethod
+    def open(self, export: PoolExport, layout: KVLayout, *, deadline: float = math.inf) -> Reader:
+        """Open the pool, read-only. `CacheStale` when it is gone or of another epoch, `TransferFailed` when it can't be
+        read from here or is not what `export` and `layout` say, `DeadlineExceeded` at `deadline`."""
 
 
 def text_at(export: PoolExport, key: str) -> str:

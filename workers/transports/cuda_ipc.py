@@ -3,19 +3,20 @@ file. The copy is waited for before the second look at the generations."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
 from workers.api.errors import TransferFailed
-from workers.api.schemas import KVLayout, PoolExport
+from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.cuda import CudaRuntime, device_tensor
 from workers.pool.segment import SHM, Segment
-from workers.transports.base import Reader, Transport, check_header, check_layout, text_at
+from workers.transports.base import MemoryReader, Reader, Transport, check_header, check_layout, text_at
 from workers.transports.shm import attach
 
 
-class CudaIpcReader(Reader):
+class CudaIpcReader(MemoryReader):
     """Holds one opened handle; `close` closes it, or the source's memory would stay taken after its death."""
 
     def __init__(
@@ -23,12 +24,13 @@ class CudaIpcReader(Reader):
     ):
         data = device_tensor(address, export.num_blocks, layout, device)
         super().__init__(export, layout, data, segment.generations)
-        self._segment, self._runtime, self._address, self._device = segment, runtime, address, device
+        self._segment, self._runtime, self._address = segment, runtime, address
 
     def _owner_alive(self) -> bool:
         return self._segment.owner_alive()
 
     def _unmap(self) -> None:
+        super()._unmap()
         self._generations = self._generations.copy()
         self._segment.close()
         with torch.cuda.device(self._device):
@@ -46,7 +48,11 @@ class CudaIpcTransport(Transport):
         self._directory = directory
         self._runtime = CudaRuntime()
 
-    def open(self, export: PoolExport, layout: KVLayout) -> Reader:
+    @staticmethod
+    def reaches(export: PoolExport, site: Site) -> bool:
+        return export.address.get("host") == site.host and export.address.get("gpu") in site.gpus
+
+    def open(self, export: PoolExport, layout: KVLayout, *, deadline: float = math.inf) -> Reader:
         check_layout(layout)
         segment = attach(export, self._directory)
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from workers.api.errors import CacheStale, TransferFailed
-from workers.api.schemas import KVLayout, PoolExport
+from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.arena import Arena, heap_arena
-from workers.transports.base import Reader, Transport
+from workers.transports.base import MemoryReader, Reader, Transport
 
 
-class InprocReader(Reader):
+class InprocReader(MemoryReader):
     def __init__(self, export: PoolExport, layout: KVLayout, arena: Arena):
         super().__init__(export, layout, arena.data, arena.generations)
 
@@ -19,7 +21,11 @@ class InprocReader(Reader):
 class InprocTransport(Transport):
     kind = "inproc"
 
-    def open(self, export: PoolExport, layout: KVLayout) -> Reader:
+    @staticmethod
+    def reaches(export: PoolExport, site: Site) -> bool:
+        return export.address.get("process") == site.process
+
+    def open(self, export: PoolExport, layout: KVLayout, *, deadline: float = math.inf) -> Reader:
         arena = heap_arena(export.epoch)
         if arena is None:
             raise CacheStale(f"no pool of epoch {export.epoch} is open in this process")

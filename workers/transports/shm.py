@@ -7,6 +7,7 @@ owner's memory when a reader exits. Here a reader never unlinks anything.
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from workers.api.errors import TransferFailed
-from workers.api.schemas import KVLayout, PoolExport
+from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.arena import host_id
 from workers.pool.blocks import block_shape, torch_dtype
 from workers.pool.segment import SHM, Segment
-from workers.transports.base import Reader, Transport, check_header, check_layout, text_at
+from workers.transports.base import MemoryReader, Reader, Transport, check_header, check_layout, text_at
 
 
-class ShmReader(Reader):
+class ShmReader(MemoryReader):
     def __init__(self, export: PoolExport, layout: KVLayout, segment: Segment):
         super().__init__(export, layout, _readonly_tensor(segment, layout), segment.generations)
         self._segment = segment
@@ -31,6 +32,7 @@ class ShmReader(Reader):
         return self._segment.owner_alive()
 
     def _unmap(self) -> None:
+        super()._unmap()
         self._generations = self._generations.copy()
         self._segment.close()
 
@@ -41,7 +43,11 @@ class ShmTransport(Transport):
     def __init__(self, directory: Path = SHM):
         self._directory = directory
 
-    def open(self, export: PoolExport, layout: KVLayout) -> Reader:
+    @staticmethod
+    def reaches(export: PoolExport, site: Site) -> bool:
+        return export.address.get("host") == site.host
+
+    def open(self, export: PoolExport, layout: KVLayout, *, deadline: float = math.inf) -> Reader:
         check_layout(layout)
         segment = attach(export, self._directory)
         try:

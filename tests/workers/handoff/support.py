@@ -16,7 +16,7 @@ from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, Output
 from mappers.mapper import Mapper, Sink, probe_name
 from mappers.rope import Rope
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
-from tests.workers.transports.owner import RemoteOwner
+from tests.workers.transports.owner import SECRET, RemoteOwner
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
 from workers.engines.compute import Compute
@@ -26,8 +26,8 @@ from workers.pool.blocks import block_bytes
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.pool.tickets import TicketOffice
-from workers.transports import readable_transports
 from workers.transports.readers import Readers
+from workers.transports.site import site_here
 
 SOURCE_LAYOUT = LAYOUT
 TARGET_LAYOUT = KVLayout(num_layers=4, num_kv_heads=3, head_dim=8, block_tokens=8, dtype="float32")
@@ -185,8 +185,8 @@ def make_pair(kind: str = "inproc", **source: Any) -> Pair:
         mappers=lambda: [mapper],
         prefill_head=prefill_head,
         run_step=compute.run,
-        readers=Readers(),
-        transports=readable_transports(cuda=False),
+        readers=Readers(SECRET),
+        site=site_here(cuda=False),
         chunk_tokens=CHUNK_TOKENS,
     )
     return Pair(pool, TicketOffice(pool, "small"), target, compute)

@@ -155,7 +155,7 @@ async def test_a_layout_that_lies_is_caught_by_the_file_itself() -> None:
 
 
 async def test_a_transport_that_this_worker_does_not_read(pair: Pair) -> None:
-    pair.adjust(transports=["shm"])
+    pair.adjust(site=pair.target.site.model_copy(update={"transports": ["shm"]}))
     await refused(
         pair, TransferFailed, "the source offers inproc; this worker reads shm", entry=pair.source_cache(20)
     )
@@ -173,7 +173,7 @@ async def test_an_epoch_that_has_passed() -> None:
     again = pair.source_cache(20)
     old = ticket.pool
     for export in (old, restarted.export().model_copy(update={"epoch": old.epoch})):
-        peer = ForgingPeer(pair.office, pool=export)
+        peer = ForgingPeer(pair.office, pool=export, exports=[export])
         await refused(pair, CacheStale, "is gone|is of epoch", entry=again, peer=peer)
     pair.close()
 

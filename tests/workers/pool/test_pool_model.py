@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mappers.cache import KVCache
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import CacheNotFound
-from workers.pool.arena import HeapArena, new_epoch
+from workers.pool.arena import Arena, HeapArena, new_epoch
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry, Hold, Lease, Span
 from workers.pool.pool import Pool, PoolFull
@@ -36,10 +36,17 @@ class PoolModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.clock = ManualClock()
-        self.pool = Pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()), FINGERPRINT, clock=self.clock)
+        self.pool = self.make_pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()))
         self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.holds: list[Hold] = []
+
+    def make_pool(self, arena: Arena) -> Pool:
+        return Pool(arena, FINGERPRINT, clock=self.clock)
+
+    def superseded_elsewhere(self, pattern: int, num_tokens: int) -> int:
+        """Mapped caches of the pattern, no longer than that, that the pool has evicted and still knows."""
+        return 0
 
     def teardown(self) -> None:
         for hold in self.holds:
@@ -139,7 +146,8 @@ class PoolModel(RuleBasedStateMachine):
             for entry, of in self.caches.values()
             if of == pattern and not entry.is_exact and entry.num_tokens <= tip.num_tokens
         ]
-        assert self.pool.supersede(exact) == len(chain)
+        elsewhere = self.superseded_elsewhere(pattern, tip.num_tokens)
+        assert self.pool.supersede(exact) == len(chain) + (elsewhere if chain else 0)
         for entry in chain:
             del self.caches[entry.cache_id]
             assert self.pool.get(entry.cache_id, SALT, require_exact=True) == exact

@@ -41,10 +41,12 @@ async def handed_over(pair: Pair, num_tokens: int | None = None, **changes: Any)
     return await large.client.transfer(transfer_request(read.cache_id, **fields), timeout_s=60)
 
 
-def replayed(folder: Path, small_folder: Path, bundle: Path, prompt: list[int], handed: int, num: int) -> list[int]:
+def replayed(
+    folder: Path, small_folder: Path, bundle: Path, prompt: list[int], handed: int, num: int, head: int = HEAD
+) -> list[int]:
     """Greedy tokens of the large model over a replayed handoff of the first `handed` tokens."""
     model: LlamaForCausalLM = tiny.reference(folder)
-    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, prompt, handed, HEAD)
+    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, prompt, handed, head)
     written: list[int] = []
     for _ in range(num):
         _, hidden = run(model, (prompt + written)[handed:], cache)
@@ -235,6 +237,29 @@ async def test_a_bundle_for_another_chat_template_is_not_used(
     async with serving(other, bundles=[bundle]) as large:
         (info,) = (await large.client.info()).bundles
         assert not info.usable and info.reason and "another tokenizer or chat template" in info.reason
+
+
+async def test_a_bundle_swapped_on_disk_changes_no_running_worker_and_serves_no_later_one(
+    pair: Pair, folder: Path, small_folder: Path, bundle: Path, tmp_path: Path
+) -> None:
+    """The very file is overwritten, as a careless copy does it."""
+    small, _ = pair
+    copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    async with serving(folder, id="large", peers={"small": small.app}, bundles=[copy]) as large:
+        first = await handed_over((small, large))
+        weights = copy / "weights.safetensors"
+        with weights.open("r+b") as file:
+            file.seek(weights.stat().st_size // 2)
+            file.write(bytes(weights.stat().st_size // 4))
+        ids = small.prompt()
+        again = await handed_over((small, large), num_tokens=len(ids) - TAIL - 40, native_head=8)  # nothing is reused
+        expected = replayed(folder, small_folder, bundle, ids, again.num_tokens, NUM, head=8)
+        reply = await large.chat(cache_id=again.cache_id, max_tokens=NUM)
+        assert again.mapper == first.mapper and again.reused_tokens == 0
+        assert content(reply) == large.text(expected)
+    async with serving(folder, bundles=[copy]) as large:
+        (info,) = (await large.client.info()).bundles
+        assert not info.usable and info.reason and "digest" in info.reason
 
 
 async def test_a_corrupt_bundle_is_told_and_not_used(

@@ -21,15 +21,30 @@ from workers.pool.blocks import block_bytes
 from workers.pool.pool import Pool
 from workers.pool.segment import SHM
 from workers.pool.tickets import TicketOffice
+from workers.transports.lender import Lender
+
+SECRET = "a cluster secret of these tests"
 
 
 class LocalOwner:
+    """Of kind `tcp` it is plain memory, and a lender before it."""
+
     def __init__(self, kind: str, *, num_blocks: int = 16, layout: KVLayout = LAYOUT, directory: Path = SHM):
         budget = num_blocks * block_bytes(layout)
         self.pool = Pool(
-            create_arena(kind, layout, budget, worker="test-owner", epoch=new_epoch(), directory=directory),
+            create_arena(
+                "inproc" if kind == "tcp" else kind,
+                layout,
+                budget,
+                worker="test-owner",
+                epoch=new_epoch(),
+                directory=directory,
+            ),
             FINGERPRINT,
         )
+        self.lender = Lender(self.pool.arena, SECRET) if kind == "tcp" else None
+        if self.lender is not None:
+            self.lender.start()
         self._office = TicketOffice(self.pool, "small")
         self._layout = layout
 
@@ -41,7 +56,8 @@ class LocalOwner:
 
     def ticket_for(self, cache_id: str, ttl_s: float) -> Ticket:
         """Another lease of it."""
-        return self._office.ticket(self.pool.lease(cache_id, SALT, ttl_s=ttl_s))
+        ticket = self._office.ticket(self.pool.lease(cache_id, SALT, ttl_s=ttl_s))
+        return ticket.model_copy(update={"pool": self.lender.export}) if self.lender else ticket
 
     def free(self, ticket: Ticket) -> None:
         """As when the cache is dropped and its lease has expired."""
@@ -63,6 +79,8 @@ class LocalOwner:
         threading.Thread(target=rewrite, daemon=True).start()
 
     def close(self) -> None:
+        if self.lender is not None:
+            self.lender.close()
         self.pool.close()
 
 

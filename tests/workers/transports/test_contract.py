@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
-from tests.workers.transports.owner import LocalOwner, RemoteOwner
+from tests.workers.transports.owner import SECRET, LocalOwner, RemoteOwner
 from workers.api.errors import CacheStale, KvrelayError, TransferFailed
 from workers.api.schemas import PoolExport, Ticket
 from workers.transports import TRANSPORTS, load_transport
@@ -19,7 +19,7 @@ from workers.transports.readers import Readers
 torch.set_num_threads(1)
 
 # Where the owner is: memory of this process, or that of another one.
-OWNERS = {"inproc": LocalOwner, "shm": LocalOwner, "cuda_ipc": RemoteOwner}
+OWNERS = {"inproc": LocalOwner, "shm": LocalOwner, "cuda_ipc": RemoteOwner, "tcp": LocalOwner}
 NAMES = [pytest.param(name, marks=pytest.mark.gpu) if "cuda" in name else name for name in TRANSPORTS]
 
 
@@ -32,7 +32,7 @@ def owner(request: pytest.FixtureRequest) -> Iterator[LocalOwner | RemoteOwner]:
 
 @pytest.fixture
 def readers() -> Iterator[Readers]:
-    readers = Readers()
+    readers = Readers(SECRET)
     yield readers
     readers.close()
 
@@ -164,7 +164,7 @@ def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: LocalOwner | Remote
     with pytest.raises(CacheStale):
         reader.read(ticket.blocks, ticket.generations, 0, 8)
     with pytest.raises(CacheStale):
-        load_transport(ticket.pool.kind).open(ticket.pool, ticket.layout)
+        load_transport(ticket.pool.kind, SECRET).open(ticket.pool, ticket.layout)
 
 
 def test_a_closed_reader_reads_no_more(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:

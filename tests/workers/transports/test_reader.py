@@ -6,13 +6,15 @@ import pytest
 
 from tests.workers.pool.support import LAYOUT, random_kv
 from workers.api.errors import CacheStale, TransferFailed
+from workers.api.schemas import PoolExport, Site
 from workers.pool.arena import Arena, HeapArena, new_epoch
 from workers.pool.blocks import copy_in
-from workers.transports import TRANSPORTS, choose, load_transport, readable_transports
-from workers.transports.base import Reader
+from workers.transports import TRANSPORTS, choose, load_transport
+from workers.transports.base import MemoryReader
+from workers.transports.site import site_here
 
 
-class InterruptedReader(Reader):
+class InterruptedReader(MemoryReader):
     """Something happens between the copy and the second look."""
 
     def __init__(self, arena: Arena, interrupt: Callable[[], None]):
@@ -67,32 +69,59 @@ def test_other_blocks_may_be_written_meanwhile(arena: Arena) -> None:
         InterruptedReader(arena, rewritten(arena, block)).read([0, 1], generations, begin, end)
 
 
+HERE = Site(transports=["inproc", "cuda_ipc", "shm", "tcp"], host="boot/21", process="p", gpus=["0000:01:00.0"])
+WAYS = {
+    "inproc": {"process": "p"},
+    "cuda_ipc": {"host": "boot/21", "gpu": "0000:01:00.0"},
+    "shm": {"host": "boot/21", "name": "n"},
+    "tcp": {"address": "10.0.0.7", "port": 8201},
+}
+
+
+def way(kind: str, **address: str) -> PoolExport:
+    return PoolExport(kind=kind, address=WAYS.get(kind, {}) | address, num_blocks=1, epoch="e")
+
+
 @pytest.mark.parametrize(
-    ("offered", "readable", "chosen"),
+    ("exports", "site", "chosen"),
     [
-        (["shm"], ["inproc", "shm"], "shm"),
-        (["shm", "cuda_ipc"], ["inproc", "cuda_ipc", "shm"], "cuda_ipc"),
-        (["shm", "cuda_ipc"], ["shm"], "shm"),
-        (["shm", "inproc"], ["shm", "inproc"], "inproc"),
+        ([way("tcp"), way("shm")], HERE, ["shm", "tcp"]),
+        ([way(kind) for kind in reversed(WAYS)], HERE, ["inproc", "cuda_ipc", "shm", "tcp"]),
+        ([way("shm", host="boot/22"), way("tcp")], HERE, ["tcp"]),  # another container of the same machine
+        ([way("shm"), way("cuda_ipc", gpu="0000:02:00.0")], HERE, ["shm"]),  # a GPU that this one does not see
+        ([way("inproc", process="q"), way("tcp")], HERE, ["tcp"]),
+        ([way("cuda_ipc"), way("shm")], HERE.model_copy(update={"transports": ["shm", "tcp"]}), ["shm"]),
+        ([way("pigeon"), way("tcp")], HERE, ["tcp"]),
     ],
 )
-def test_the_fastest_common_transport_is_chosen(offered: list[str], readable: list[str], chosen: str) -> None:
-    assert choose(offered, readable) == chosen
+def test_ways_to_a_pool_are_chosen_by_what_both_can(
+    exports: list[PoolExport], site: Site, chosen: list[str]
+) -> None:
+    assert [export.kind for export in choose(exports, site)] == chosen
 
 
-@pytest.mark.parametrize(("offered", "readable"), [(["cuda_ipc"], ["shm"]), (["pigeon"], ["shm"]), ([], ["shm"])])
-def test_without_a_common_transport_both_sides_are_named(offered: list[str], readable: list[str]) -> None:
-    with pytest.raises(TransferFailed, match=f"offers {', '.join(offered) or 'none'}; this worker reads shm"):
-        choose(offered, readable)
+@pytest.mark.parametrize(
+    ("exports", "says"),
+    [
+        ([way("shm", host="boot/22")], "the source offers shm on host boot/22; .* on host boot/21"),
+        ([way("pigeon")], "offers pigeon; this worker reads inproc, cuda_ipc, shm, tcp"),
+        ([], "offers none; this worker reads inproc"),
+    ],
+)
+def test_without_a_way_both_sides_are_named(exports: list[PoolExport], says: str) -> None:
+    with pytest.raises(TransferFailed, match=says):
+        choose(exports, HERE)
 
 
 def test_a_worker_without_a_gpu_reads_no_gpus_memory() -> None:
-    assert readable_transports(cuda=False) == ["inproc", "shm"]
-    assert readable_transports(cuda=True) == list(TRANSPORTS)
+    here = site_here(cuda=False)
+    assert here.transports == [kind for kind in TRANSPORTS if kind != "cuda_ipc"] and not here.gpus
+    pool = HeapArena(LAYOUT, 1, new_epoch())
+    assert choose([pool.export()], here) == [pool.export()]
 
 
 def test_an_unknown_transport_is_refused_by_name() -> None:
-    with pytest.raises(TransferFailed, match="unknown transport 'pigeon'; known: inproc, cuda_ipc, shm"):
+    with pytest.raises(TransferFailed, match="unknown transport 'pigeon'; known: inproc, cuda_ipc, shm, tcp"):
         load_transport("pigeon")
 
 

@@ -1,0 +1,230 @@
+"""A second tier in the host's memory: what a pool evicts comes back, and never as anything else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from tests.workers.pool.support import (
+    FINGERPRINT,
+    HOST_KINDS,
+    LAYOUT,
+    OTHER_SALT,
+    SALT,
+    ManualClock,
+    assert_same,
+    make_arena,
+    random_kv,
+)
+from tests.workers.pool.test_pool_model import PoolModel, content
+from workers.api.errors import CacheNotFound, InvalidRequest, PoolFull
+from workers.pool.arena import Arena
+from workers.pool.blocks import block_bytes
+from workers.pool.entries import CacheEntry, Span
+from workers.pool.tiered import TieredPool
+
+torch.set_num_threads(1)
+
+BLOCK = block_bytes(LAYOUT)
+Make = Callable[..., TieredPool]
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=HOST_KINDS)
+def make(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> Iterator[Make]:
+    pools: list[TieredPool] = []
+
+    def begin(num_blocks: int = 4, num_slots: int = 8) -> TieredPool:
+        arena = make_arena(request.param, tmp_path, num_blocks)
+        pools.append(TieredPool(arena, FINGERPRINT, tier_bytes=num_slots * BLOCK, clock=clock))
+        return pools[-1]
+
+    yield begin
+    for pool in pools:
+        pool.close()
+
+
+def store(pool: TieredPool, num_tokens: int, first: int = 0, *, ttl_s: float = 600, salt: str = SALT) -> CacheEntry:
+    return pool.store(range(first, first + num_tokens), random_kv(0, num_tokens, first), salt, ttl_s=ttl_s)
+
+
+def assert_stands(pool: TieredPool, entry: CacheEntry, seed: int) -> None:
+    with pool.hold(entry.cache_id, SALT) as held:
+        assert_same(pool.gather(held.blocks, 0, entry.num_tokens), random_kv(0, entry.num_tokens, seed))
+
+
+def assert_gone(pool: TieredPool, entry: CacheEntry) -> None:
+    for find in (pool.get, pool.hold):
+        with pytest.raises(CacheNotFound):
+            find(entry.cache_id, SALT)
+
+
+def test_what_was_evicted_comes_back_as_it_was(make: Make) -> None:
+    pool = make()
+    one, two = store(pool, 14, first=100), store(pool, 14, first=200)
+    assert_gone(pool, one)
+    assert pool.evicted((), SALT, one.cache_id) == one.cache_id
+    assert pool.recall(one.cache_id)
+    assert_stands(pool, one, seed=100)
+    again = pool.get(one.cache_id, SALT)
+    assert (again.digest, again.expires_at, again.token_ids) == (one.digest, one.expires_at, one.token_ids)
+    assert_gone(pool, two)
+    assert (pool.stats.num_evictions, pool.stats.num_recalls, pool.stats.tier_used_blocks) == (2, 1, 4)
+
+
+def test_a_longer_prefix_in_the_second_tier_is_told_and_found_again(make: Make) -> None:
+    pool = make()
+    one = store(pool, 14)
+    store(pool, 14, first=200)
+    asked = [*range(13), 77, 78]
+    assert not pool.match_prefix(asked, SALT).blocks
+    assert pool.evicted(asked, SALT) == one.cache_id and pool.recall(one.cache_id)
+    with pool.match_prefix(asked, SALT) as found:
+        assert_same(pool.gather(found.blocks, 0, 12), random_kv(0, 14).slice(0, 12))
+    assert pool.evicted(asked, SALT) is None  # nothing better is away
+
+
+def test_no_other_tenants_and_nothing_mapped_is_offered_for_its_tokens(make: Make) -> None:
+    pool = make()
+    store(pool, 14, salt=OTHER_SALT)
+    with pool.allocate(4) as fresh:
+        mapped = pool.put(fresh.blocks, range(14), SALT, ttl_s=60, provenance="mapped:b", mapped=Span(4, 14))
+    store(pool, 14, first=300)
+    assert pool.evicted(range(14), SALT) is None
+    assert pool.evicted((), OTHER_SALT, mapped.cache_id) is None
+    assert pool.evicted((), SALT, mapped.cache_id) == mapped.cache_id and pool.recall(mapped.cache_id)
+    assert pool.get(mapped.cache_id, SALT).mapped == Span(4, 14)
+    assert not pool.match_prefix(range(14), SALT).blocks
+
+
+def test_what_was_deleted_or_has_expired_does_not_come_back(make: Make, clock: ManualClock) -> None:
+    pool = make(num_slots=12)
+    dropped, expired = store(pool, 14, ttl_s=600), store(pool, 14, first=100, ttl_s=5)
+    store(pool, 14, first=200)
+    pool.discard(dropped.cache_id)
+    clock.now += 6
+    for entry in (dropped, expired):
+        assert pool.evicted((), SALT, entry.cache_id) is None
+        assert not pool.recall(entry.cache_id)
+        assert_gone(pool, entry)
+    with pytest.raises(CacheNotFound):
+        pool.discard(dropped.cache_id)
+
+
+def test_its_memory_is_bounded_and_cleared(make: Make) -> None:
+    pool = make(num_slots=8)
+    entries = [store(pool, 16, first=100 * i) for i in range(4)]
+    assert pool.evicted((), SALT, entries[0].cache_id) is None  # made room for the two after it
+    assert [pool.evicted((), SALT, entry.cache_id) for entry in entries[1:3]] == [e.cache_id for e in entries[1:3]]
+    for entry in entries[1:3]:
+        pool.discard(entry.cache_id)
+    end = time.monotonic() + 5
+    while pool._tier.data.any() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert not pool._tier.data.any() and pool.stats.tier_used_blocks == 0
+
+
+def test_blocks_that_two_caches_share_are_kept_once(make: Make) -> None:
+    pool = make(num_blocks=6, num_slots=16)
+    one = store(pool, 16)
+    with pool.hold(one.cache_id, SALT) as held:
+        two = pool.store([*range(16), 1, 2], random_kv(16, 18, 5), SALT, ttl_s=600, prefix=held)
+    store(pool, 24, first=500)
+    assert pool.stats.tier_used_blocks == 5  # not 4 + 5
+    assert pool.recall(two.cache_id) and pool.recall(one.cache_id)
+    assert pool.get(two.cache_id, SALT).blocks[:4] == pool.get(one.cache_id, SALT).blocks
+    assert_stands(pool, one, seed=0)
+
+
+def test_caches_that_change_places_in_a_small_tier_do_not_push_out_the_one_that_comes(make: Make) -> None:
+    pool = make(num_blocks=4, num_slots=4)
+    one = store(pool, 16, first=100)
+    store(pool, 16, first=200)
+    assert pool.recall(one.cache_id)
+    assert_stands(pool, one, seed=100)
+
+
+def test_a_pool_in_use_takes_nothing_back(make: Make) -> None:
+    pool = make()
+    one = store(pool, 14)
+    with pool.allocate(4):
+        assert not pool.recall(one.cache_id)
+        with pytest.raises(PoolFull):
+            pool.allocate(1)
+    assert pool.recall(one.cache_id)
+    assert_stands(pool, one, seed=0)
+
+
+def test_an_exact_cache_takes_the_place_of_mapped_ones_there_too(make: Make) -> None:
+    pool = make(num_slots=16)
+    with pool.allocate(2) as fresh:
+        mapped = pool.put(fresh.blocks, range(8), SALT, ttl_s=60, provenance="mapped:b", mapped=Span(4, 8))
+    other, tip = store(pool, 8, first=300), None
+    with pool.allocate(2) as fresh:
+        tip = pool.put(fresh.blocks, range(7), SALT, ttl_s=60, provenance="mapped:b", mapped=Span(4, 7))
+    assert pool.evicted((), SALT, mapped.cache_id)
+    pool.discard(other.cache_id)
+    exact = store(pool, 8)
+    assert pool.supersede(exact, tip=tip) == 2
+    assert pool.get(mapped.cache_id, SALT, require_exact=True).cache_id == exact.cache_id
+    assert pool.evicted((), SALT, mapped.cache_id) is None
+
+
+def test_a_budget_without_a_block_is_refused(tmp_path: Path) -> None:
+    arena = make_arena("inproc", tmp_path)
+    with pytest.raises(InvalidRequest, match="holds no block"):
+        TieredPool(arena, FINGERPRINT, tier_bytes=BLOCK - 1)
+    arena.close()
+
+
+class TieredModel(PoolModel):
+    """All that holds of a pool, and what is away may be called back at any time."""
+
+    def make_pool(self, arena: Arena) -> TieredPool:
+        self.away: dict[str, tuple[CacheEntry, int]] = {}
+        return TieredPool(arena, FINGERPRINT, tier_bytes=7 * BLOCK, clock=self.clock)
+
+    def superseded_elsewhere(self, pattern: int, num_tokens: int) -> int:
+        below = [
+            entry
+            for entry, of in self.away.values()
+            if of == pattern and not entry.is_exact and entry.num_tokens <= num_tokens
+        ]
+        known = [entry.cache_id for entry in below if self.pool.evicted((), SALT, entry.cache_id)]
+        for cache_id in known:
+            del self.away[cache_id]
+        return len(known)
+
+    def forget_evicted(self) -> None:
+        self.away |= {cache_id: kept for cache_id, kept in self.caches.items() if not self.has(cache_id)}
+        super().forget_evicted()
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def recall(self, data: st.DataObject) -> None:
+        self.expire()
+        cache_id = self.pick(data, self.away)
+        old, pattern = self.away.pop(cache_id)
+        is_back = self.pool.recall(cache_id)
+        self.forget_evicted()
+        if not is_back:
+            return
+        entry = self.pool.get(cache_id, SALT)
+        assert entry.expires_at > self.clock() and entry.token_ids == old.token_ids
+        assert_same(self.pool.gather(entry.blocks, 0, entry.num_tokens), content(pattern, 0, entry.num_tokens))
+        self.caches[cache_id] = (entry, pattern)
+
+
+TieredModel.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTieredModel = TieredModel.TestCase

@@ -1,0 +1,181 @@
+"""`TieredPool`: a pool whose evicted caches go to the host's memory first, and come back when they are asked for.
+
+A cache in the second tier is not found by `get`, `hold`, `lease` or `match_prefix`, as its blocks are others' by now.
+Who has a request asks `evicted` what should come back for it, and has `recall` copy it, off the event loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from workers.api.errors import PoolFull
+from workers.digest import block_chain
+from workers.pool.arena import Arena
+from workers.pool.entries import EXACT, CacheEntry, Hold, PoolStats
+from workers.pool.evict import choose_victims
+from workers.pool.host_tier import HostTier, Kept
+from workers.pool.pool import CLEAR_BATCH, Pool, is_beginning
+
+
+class TieredPool(Pool):
+    """With a second tier of `tier_bytes`. Raises `InvalidRequest` if that holds no block."""
+
+    def __init__(self, arena: Arena, fingerprint: str, *, tier_bytes: int, **more: Any):
+        self._tier = HostTier(arena.layout, tier_bytes)  # the base starts the thread that clears it
+        self._spilling = threading.Lock()  # one copies down at a time
+        self._num_recalls = 0
+        super().__init__(arena, fingerprint, **more)
+
+    @property
+    def stats(self) -> PoolStats:
+        with self._changed:
+            return replace(
+                super().stats,
+                tier_blocks=self._tier.num_slots,
+                tier_used_blocks=self._tier.num_used,
+                num_recalls=self._num_recalls,
+            )
+
+    def allocate(self, num_blocks: int) -> Hold:
+        """As `Pool.allocate`; what it evicts is copied to the second tier before."""
+        self._spill(num_blocks)
+        return super().allocate(num_blocks)
+
+    def discard(self, cache_id: str) -> None:
+        with self._changed:
+            if self._tier.forget(cache_id) is None:
+                super().discard(cache_id)
+            self._changed.notify_all()
+
+    def supersede(self, exact: CacheEntry, *, tip: CacheEntry | None = None) -> int:
+        """As `Pool.supersede`; those in the second tier go as well."""
+        with self._changed:
+            num_replaced = super().supersede(exact, tip=tip)
+            below = [entry for entry in self._tier.entries() if not entry.is_exact and is_beginning(entry, exact)]
+            for entry in below if num_replaced else ():
+                self._tier.forget(entry.cache_id)
+                self._successors[entry.cache_id] = exact.cache_id
+            self._changed.notify_all()
+            return num_replaced + (len(below) if num_replaced else 0)
+
+    def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
+        with self._changed:
+            self._expire(self._clock())
+            if cache_id is not None:
+                entry = self._tier.find(cache_id)
+                return cache_id if entry and secrets.compare_digest(entry.tenant_salt, salt) else None
+            keys = block_chain(token_ids, self._identity(salt, EXACT))
+            found = self._tier.longest(keys)
+            return found[0] if found and found[1] > len(self._index.match(keys)) else None
+
+    def recall(self, cache_id: str) -> bool:
+        with self._changed:
+            kept = self._tier.begin_recall(cache_id)
+        if kept is None:
+            return False
+        try:
+            return self._copy_up(kept)
+        except PoolFull:
+            return False
+        finally:
+            with self._changed:
+                self._tier.end_recall(kept)
+                self._changed.notify_all()
+
+    # -- down -------------------------------------------------------------------------------------------------------
+
+    def _spill(self, num_blocks: int) -> None:
+        """Copy down what so many blocks will cost, and evict it; what has no room there is left to `allocate`."""
+        with self._spilling:
+            with self._changed:
+                going = self._admitted(num_blocks)
+            is_copied = False
+            try:
+                for kept in going:
+                    self._copy_down(kept)
+                is_copied = True
+            finally:
+                with self._changed:
+                    for kept in going:
+                        self._settle(kept, is_copied)
+
+    def _admitted(self, num_blocks: int) -> list[Kept]:
+        """The victims that fit into the tier, their blocks held."""
+        self._expire(self._clock())
+        needed = num_blocks - self._ledger.num_free
+        victims = choose_victims(self._entries.values(), self._ledger.users, needed) if needed > 0 else None
+        going = [kept for entry in victims or () if (kept := self._admit(entry))]
+        for kept in going:
+            self._ledger.share(kept.entry.blocks)
+        return going
+
+    def _admit(self, entry: CacheEntry) -> Kept | None:
+        keys = block_chain(entry.token_ids, self._identity(entry.tenant_salt, EXACT)) if entry.is_exact else []
+        return self._tier.admit(entry, self.arena.generations_of(entry.blocks), keys)
+
+    def _copy_down(self, kept: Kept) -> None:
+        for block, slot in kept.copies:
+            self._tier.data[slot].copy_(self.arena.data[block])
+
+    def _settle(self, kept: Kept, is_copied: bool) -> None:
+        """Evicted, unless it was dropped while it was copied."""
+        if is_copied and self._entries.get(kept.entry.cache_id) is kept.entry:
+            self._forget(kept.entry)
+            self._num_evictions += 1
+            self._tier.commit(kept)
+        else:
+            self._tier.abandon(kept)
+        self._drop_users(kept.entry.blocks)
+
+    # -- up ---------------------------------------------------------------------------------------------------------
+
+    def _copy_up(self, kept: Kept) -> bool:
+        """What of an exact cache stands in the pool is shared, the rest copied."""
+        entry = kept.entry
+        token_ids = entry.token_ids if entry.is_exact else ()
+        with (
+            self.match_prefix(token_ids, entry.tenant_salt) as prefix,
+            self.allocate(len(kept.slots) - len(prefix.blocks)) as fresh,
+        ):
+            with self.arena.writing(fresh.blocks):
+                for block, slot in zip(fresh.blocks, kept.slots[len(prefix.blocks) :], strict=True):
+                    self.arena.data[block].copy_(self._tier.data[slot])
+            return self._stand_again(kept, prefix.blocks + fresh.blocks)
+
+    def _stand_again(self, kept: Kept, blocks: tuple[int, ...]) -> bool:
+        """Under its old id, unless it was dropped or expired meanwhile."""
+        with self._changed:
+            self._expire(self._clock())
+            entry = self._tier.forget(kept.entry.cache_id)
+            if entry is None:
+                return False
+            entry = replace(entry, blocks=blocks)
+            self._ledger.share(blocks)
+            self._entries[entry.cache_id] = entry
+            self._index.add(kept.keys, blocks, entry.cache_id)
+            self._next_expiry = min(self._next_expiry, entry.expires_at)
+            self._num_recalls += 1
+            return True
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        super()._expire(now)
+        self._tier.expire(now)
+
+    def _clear_for_ever(self) -> None:
+        """The blocks of both tiers, as they come free."""
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._ledger.has_dirty or self._tier.has_dirty)
+                blocks, slots = self._ledger.next_dirty(CLEAR_BATCH), self._tier.next_dirty(CLEAR_BATCH)
+            self.arena.clear(blocks)
+            self._tier.clear(slots)
+            with self._changed:
+                self._ledger.cleaned(blocks)
+                self._tier.cleaned(slots)
+                self._changed.notify_all()
