@@ -11,6 +11,7 @@ its memory is reserved at creation, so that no write of the owner's can.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -31,6 +32,7 @@ _MAGIC = b"KVRELAY\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI4xQQQ32s")
 _PAGE = 4096
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14 on; Python's mmap has no name for it yet
 TRIES, BETWEEN_TRIES_S = 50, 0.002  # at the lock of an owner that seems dead
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME = re.compile(rf"kvrelay-\d+-{_WORKER.pattern}-[0-9a-f]{{32}}")
@@ -84,6 +86,8 @@ class Segment:
         self._owner = owner
         access = mmap.ACCESS_WRITE if owner or writable else mmap.ACCESS_READ
         memory = mmap.mmap(fd, header.size, access=access)
+        if owner:
+            _map_in(memory)
         self.generations: Generations = np.frombuffer(memory, np.int64, header.num_blocks, _PAGE)
         self.blocks = memoryview(memory)[header.data_offset :]
 
@@ -212,6 +216,13 @@ def _reserve(fd: int, size: int, directory: Path) -> None:
             f"a pool of {size} bytes does not fit into {directory}: {space.f_bavail * space.f_frsize} bytes are free "
             f"({error.strerror}); lower the pool's budget or enlarge {directory} (docker: --shm-size)"
         ) from error
+
+
+def _map_in(memory: mmap.mmap) -> None:
+    """Enter all pages into the page tables at once: a fault for each, as blocks are first written, would take longer
+    than the writing. Without effect on a kernel that can't."""
+    with contextlib.suppress(OSError):
+        memory.madvise(_MADV_POPULATE_WRITE)
 
 
 def _check_private(fd: int, name: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -197,6 +198,13 @@ def test_memory_is_reserved_and_not_merely_promised(tmp_path: Path) -> None:
     segment = Segment.create("w", Header(1, 1 << 20, new_epoch()), tmp_path)
     assert segment.path.stat().st_blocks * 512 >= 1 << 20
     segment.close()
+
+
+def test_a_new_segments_pages_are_mapped(segment: Segment) -> None:
+    mappings = Path("/proc/self/smaps").read_text()
+    of_ours = mappings[mappings.index(segment.name) :]
+    size, resident = (re.search(rf"^{what}: +(\d+) kB$", of_ours, re.M) for what in ("Size", "Rss"))
+    assert size and resident and int(resident[1]) == int(size[1]) > 0
 
 
 def test_a_tensor_outlives_its_closed_segment(tmp_path: Path) -> None:

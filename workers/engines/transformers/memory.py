@@ -10,6 +10,10 @@ attend over the unused rest.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from mappers.cache import KVCache, KVGeometry
 
 GROWTH = 1.5
+HUGE_PAGE = 2 * 2**20
 
 
 class WorkingMemory:
@@ -26,9 +31,8 @@ class WorkingMemory:
 
     def __init__(self, geometry: KVGeometry, capacity: int, *, dtype: torch.dtype, device: torch.device):
         self.geometry = geometry
-        self._buffer = torch.empty(
-            (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim), dtype=dtype, device=device
-        )
+        shape = (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim)
+        self._buffer = _room(shape, dtype, device)
         self._layers = [WorkingLayer(self, index) for index in range(geometry.num_layers)]
         self.cache = Cache(layers=list(self._layers))
 
@@ -51,7 +55,7 @@ class WorkingMemory:
             return
         shape = list(self._buffer.shape)
         shape[2] = max(num_tokens, int(self.capacity * GROWTH))
-        grown = self._buffer.new_empty(shape)
+        grown = _room(shape, self._buffer.dtype, self._buffer.device)
         grown[:, :, : self.num_tokens] = self._buffer[:, :, : self.num_tokens]
         self._buffer = grown
 
@@ -97,3 +101,15 @@ class WorkingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is no
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor; a large one on the CPU in huge pages, where the system has them: with small ones, faults
+    take three times as long as filling it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
