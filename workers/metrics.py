@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from workers.api.schemas import Path
-from workers.pool.entries import PoolStats
 from workers.api.tasks import num_tasks
+from workers.pool.entries import PoolStats
 
 PREFIX = "kvrelay"
 TTFT_BUCKETS = (
