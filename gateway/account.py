@@ -53,7 +53,7 @@ class Account:
         turn.began(now)
         turn.report.tier = stream.worker.tier
         turn.model = self._course.parts.fleet.tiers[stream.worker.tier].model
-        if turn.escalated_at is not None and stream.worker.tier == self._course.target.name:
+        if turn.escalated_at is not None and not self._is_by_small(stream):
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
 
     async def timed(self, stream: Stream) -> AsyncIterator[Chunk]:

@@ -14,21 +14,27 @@ and calls; it knows no HTTP of either side.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
 
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Parts, choose
 from gateway.deadline import Deadline
+from gateway.fleet import Tier
 from gateway.gathered import Chunk
 from gateway.native import Native
-from gateway.policies import Token
-from gateway.reading import Read, Reader
+from gateway.policies import Token, Verdict
+from gateway.reading import Reader
+from gateway.sources import Read
 from gateway.takeover import Takeover
 from gateway.turn import Turn
 from gateway.worker import Stream
 from workers.api.errors import KvrelayError
+
+log = structlog.get_logger()
 
 GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens of an answer that can be replaced
 
@@ -47,14 +53,18 @@ class Cascade:
         self._account = Account(self.course)
         self._answers = Answers(self.course)
         self._reader = Reader(self.course, self._answers)
-        self._native = Native(self.course, self._answers, self._account)
-        self._takeover = Takeover(self.course, self._account, self._reader, self._native)
+        self._takeovers = [self._takeover_by(tier) for tier in self.course.above]
+        self._native = self._takeovers[-1].native
+
+    def _takeover_by(self, tier: Tier) -> Takeover:
+        course = self.course.aimed_at(tier)
+        return Takeover(course, self._account, self._reader, Native(course, self._answers, self._account))
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """The answering worker's chunks. By the first one `turn.report` names tier and path, by the end all else."""
         with self._parts.shares.one(self._turn.tenant.name):
             try:
-                async with self._answers, aclosing(self._takeover):
+                async with self._answers, self._closing():
                     await self.course.look_up()
                     stream = await self._ROUTES[self.course.decision.route](self)
                     self._account.began(stream)
@@ -69,6 +79,14 @@ class Cascade:
             finally:
                 answers = self._answers
                 await self._parts.spent(self._turn.tenant, answers.num_read_once, answers.num_written)
+
+    @asynccontextmanager
+    async def _closing(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for takeover in self._takeovers:
+                await takeover.aclose()
 
     async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
         """All of an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
@@ -96,42 +114,74 @@ class Cascade:
         return await self._native.answer()
 
     async def _cascade(self) -> Stream:
-        """The first tier reads and answers, its first tokens are judged; the target takes over if they won't do."""
-        by = self._turn.deadline.share(self._times.small_share)
+        """The tiers in turn: one answers, its first tokens are judged, and the next takes over if they won't do."""
+        above = self._takeovers
         try:
-            read, stream = await self._reader.answer(by)
-            with self._turn.upstream("small_answer"):
-                tokens = await self._to_be_judged(read, stream, by)
+            read, stream = await self._reader.answer(self._small_by())
         except KvrelayError as error:
-            self._takeover.let_go()
             return await self._native.fall_back(error)
-        verdict = self._account.judged(self.course.policy.judge(tokens))
-        if verdict.accept:
-            self._takeover.let_go()
-            return stream
-        if not self.course.target.is_usable:
-            self._account.fell_back("large_no_usable_worker")
-            return stream
-        await stream.aclose()
-        return await self._takeover.answer(read)
+        while above:
+            try:
+                verdict = await self._judged(read, stream, above[0])
+            except KvrelayError as error:
+                above[0].let_go()
+                return await self._native.fall_back(error)
+            wanted = _wanted(above, verdict)
+            if above[0] not in wanted:
+                above[0].let_go()
+            if verdict.accept:
+                return stream
+            above = [takeover for takeover in wanted if takeover.is_usable]
+            if not above:
+                self._account.fell_back("large_no_usable_worker")
+                return stream
+            await stream.aclose()
+            stream, above = await self._taken_over(read, above)
+        return stream
+
+    async def _taken_over(self, read: Read | None, above: list[Takeover]) -> tuple[Stream, list[Takeover]]:
+        """The answer of the first of these that can give one, and those above it."""
+        for index, takeover in enumerate(above[:-1], 1):
+            try:
+                return await takeover.answer(read), above[index:]
+            except KvrelayError as error:
+                log.info("tier_passed_over", tier=takeover.tier, code=error.code)
+        return await above[-1].answer(read), []
 
     async def _escalate(self) -> Stream:
-        """The first tier only reads; the target answers."""
+        """The first tier only reads; the last answers."""
         self._account.decided("escalate")
-        return await self._takeover.answer(None)
+        return await self._takeovers[-1].answer(None)
 
     _ROUTES = {"answer": _answer, "cascade": _cascade, "escalate": _escalate}
 
-    async def _to_be_judged(self, read: Read | None, stream: Stream, by: Deadline) -> list[Token]:
-        """The answer's first tokens, fewer where they leave no doubt; or what the small model replies when it is asked
-        about its answer. Where an escalation is likely, its handoff begins meanwhile."""
+    async def _judged(self, read: Read | None, stream: Stream, above: Takeover) -> Verdict:
+        """Whether an answer under way will do. A handoff to the tier above may have begun by then."""
+        with self._turn.upstream(self._answers.phase(stream.worker)):
+            tokens = await self._to_be_judged(read, stream, above, self._small_by())
+        return self._account.judged(self.course.policy.judge(tokens))
+
+    async def _to_be_judged(self, read: Read | None, stream: Stream, above: Takeover, by: Deadline) -> list[Token]:
+        """The answer's first tokens, fewer where they leave no doubt; or what the model replies when it is asked about
+        its answer. Where an escalation is likely, its handoff begins meanwhile."""
         policy = self.course.policy
         foresight = policy.foresee(stream.answer.tokens)
         while foresight != "certain" and await stream.read_on(policy.num_judged_tokens, by):
             foresight = policy.foresee(stream.answer.tokens)
             if foresight == "likely":
-                self._takeover.begin_early(read)
+                above.begin_early(read)
         if policy.follow_up is None:
             return stream.answer.tokens[: policy.num_judged_tokens]
         reply = await self._answers.ask_about(stream, policy.follow_up, by)
         return await reply.first_tokens(1, by)
+
+    def _small_by(self) -> Deadline:
+        """Until then an answer that is to be judged must have come far enough."""
+        return self._turn.deadline.share(self._times.small_share)
+
+
+def _wanted(above: list[Takeover], verdict: Verdict) -> list[Takeover]:
+    """Who may take over after this verdict."""
+    if verdict.accept:
+        return []
+    return above[-1:] if verdict.leap else above

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway import routing
 from gateway.client_caches import ClientCaches
@@ -39,15 +39,30 @@ class Parts:
 
 @dataclass(frozen=True)
 class Course:
-    """One request's: `small` is the first tier that may be asked, `target` the one that answers if that will not do,
-    `policy` the one that judges."""
+    """One request's: `small` is the first tier that may be asked, those `above` take over in turn if that will not do,
+    `target` is the one of them that is aimed at (the last, unless told otherwise), `policy` the one that judges."""
 
     parts: Parts
     turn: Turn
     policy: Policy
     decision: Decision
     small: Tier
+    above: tuple[Tier, ...]
     target: Tier
+
+    def aimed_at(self, target: Tier) -> Course:
+        return replace(self, target=target)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the target's answer is, as there is a tier above."""
+        return self.target is not self.above[-1]
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """All that may be asked, small to large."""
+        alone = self.is_answered_alone or self.small is self.target
+        return self.above if alone else (self.small, *self.above)
 
     @property
     def is_native(self) -> bool:
@@ -62,8 +77,7 @@ class Course:
     async def look_up(self) -> None:
         """What the registry knows of this prompt, for every tier that may be asked."""
         if self.turn.stores:
-            alone = self.is_answered_alone or self.small is self.target
-            await self.parts.prefixes.look_up(self.turn, [self.target] if alone else [self.small, self.target])
+            await self.parts.prefixes.look_up(self.turn, self.tiers)
 
 
 def choose(parts: Parts, turn: Turn) -> Course:
@@ -74,4 +88,5 @@ def choose(parts: Parts, turn: Turn) -> Course:
     if turn.named is not None:
         decision = routing.by_cache(turn.named, decision, parts.fleet, tiers)
     turn.report.decided(decision)
-    return Course(parts, turn, policy, decision, parts.fleet.tiers[tiers[0]], parts.fleet.tiers[decision.tier])
+    small, *above = (parts.fleet.tiers[name] for name in (tiers[0], *decision.between, decision.tier))
+    return Course(parts, turn, policy, decision, small, tuple(above), above[-1])

@@ -12,21 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.metrics import Metrics
-from gateway.worker import Worker
-from workers.api.schemas import TransferReply
-
-
-@dataclass(frozen=True)
-class Handed:
-    """A cache of the target's that a transfer made."""
-
-    worker: Worker
-    reply: TransferReply
-    took_s: float
+from gateway.sources import Handed
 
 
 class EarlyHandoff:

@@ -8,7 +8,7 @@ from gateway import asks, handoff
 from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
-from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn
+from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn, has_bundle
 from gateway.settings import Settings
 from gateway.turn import Turn
 from gateway.worker import Worker
@@ -38,7 +38,7 @@ async def explain(course: Course, turn: Turn, settings: Settings) -> dict[str, A
         "num_messages": len(turn.messages),
         "stable_messages": turn.num_stable,
         "num_tokens": num_tokens,
-        "prefix": {name: _prefix(turn, name) for name in (course.small.name, course.target.name)},
+        "prefix": {name: _prefix(turn, name) for name in (course.small.name, *(tier.name for tier in course.above))},
         "would_escalate": would_escalate,
         "would_transfer": False,
         "escalation": None,
@@ -81,7 +81,7 @@ def _plan(course: Course, turn: Turn, settings: Settings, num_tokens: int, rates
     own = turn.known[course.target.name].found
     times = settings.deadlines
     plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, times)
-    if isinstance(plan, Transfer) and not _have_bundle(_likely(course.small), _likely(course.target)):
+    if isinstance(plan, Transfer) and has_bundle(_likely(course.small).info, _likely(course.target).info) is False:
         return Prefill("no_bundle", failed=True)
     return plan
 
@@ -94,14 +94,6 @@ def _told(plan: Plan) -> dict[str, str]:
             return {"from": "full_prefill", "reason": reason}
         case _:
             return {"from": "handoff", "reason": "faster"}
-
-
-def _have_bundle(small: Worker, target: Worker) -> bool:
-    """Whether the target told of a mapper for the pair; where one of them has told nothing yet, it is hoped for."""
-    if small.info is None or target.info is None:
-        return True
-    pair = (small.info.fingerprint, target.info.fingerprint)
-    return any((one.source_fingerprint, one.target_fingerprint) == pair and one.usable for one in target.info.bundles)
 
 
 def _likely(tier: Tier) -> Worker:

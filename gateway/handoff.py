@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gateway.settings import Deadlines, HandoffSettings
 from gateway.turn import Found
+from workers.api.schemas import WorkerInfo
 
 # An own cache is preferred to a handoff as long as it is not predicted to take longer than that, and so much more:
 # it needs no other worker, and an exact one needs no mapper.
@@ -59,6 +60,15 @@ class Prefill(Plan):
 
     reason: str
     failed: bool
+
+
+def has_bundle(source: WorkerInfo | None, target: WorkerInfo | None) -> bool | None:
+    """Whether the target told of a mapper from the source's model that it uses; None where one of them has told nothing
+    yet."""
+    if source is None or target is None:
+        return None
+    pair = (source.fingerprint, target.fingerprint)
+    return any((one.source_fingerprint, one.target_fingerprint) == pair and one.usable for one in target.bundles)
 
 
 def plan(

@@ -80,7 +80,7 @@ class Native:
         needed_s = num_tokens / worker.prefill_tokens_per_s + reserve_s
         in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
         by = max(in_time, fair, key=lambda deadline: deadline.at)
-        return await self._answers.open(worker, by, cache_id=cache_id)
+        return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged)
 
     async def read_in_full(self) -> Stream:
         """A full prefill, on the next worker where one fails before its first token. It leaves the small model time to
@@ -97,7 +97,7 @@ class Native:
             except NoUsableWorker as error:
                 return await self._from_small_in_need(failed.popitem()[1] if failed else error)
             try:
-                return await self._answers.open(worker, by)
+                return await self._answers.open(worker, by, judged=self._course.is_judged)
             except DeadlineExceeded as error:
                 return await self._from_small_in_need(error)
             except KvrelayError as error:
@@ -131,4 +131,5 @@ class Native:
 
     @property
     def _small_may_stand_in(self) -> bool:
-        return not self._course.is_answered_alone and not self._turn.report.path.startswith("fallback:small")
+        alone, failed = self._course.is_answered_alone, self._turn.report.path.startswith("fallback:small")
+        return not (alone or failed or self._course.is_judged)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gateway import asks
 from gateway.answers import Answers
 from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
-from gateway.turn import Found
-from gateway.worker import Stream, Worker
+from gateway.descent import answer_from_above
+from gateway.sources import Read
+from gateway.worker import Stream
 from workers.api.errors import CacheUnusable
-
-
-@dataclass(frozen=True)
-class Read:
-    """The small model's cache of the whole prompt; `found` in the registry, or just read (then `cached_tokens` of it
-    were there before)."""
-
-    worker: Worker
-    cache_id: str
-    num_tokens: int
-    found: Found | None = None
-    cached_tokens: int = 0
 
 
 class Reader:
@@ -34,9 +21,11 @@ class Reader:
         self._answers = answers
 
     async def answer(self, by: Deadline) -> tuple[Read | None, Stream]:
-        """The small model's answer under way, to be judged; and the cache that it answers from."""
+        """The small model's answer under way, to be judged; and the cache that it answers from, if that is its own."""
         if not self._turn.stores:
             return None, await self._answers.open(self._course.small.pick(), by, judged=True)
+        if (stream := await answer_from_above(self._course, self._answers, by)) is not None:
+            return None, stream
         read = await self.read(by)
         try:
             stream = await self._answers.open(read.worker, by, cache_id=read.cache_id, judged=True)

@@ -45,9 +45,9 @@ class Token:
 class Decision:
     """How a request is routed, decided before any model runs.
 
-    `answer`: `tier` answers alone. `cascade`: the first tier answers, its answer is judged, and `tier` takes over if
-    it will not do. `escalate`: the first tier only reads, `tier` answers. `forced` tells that no score is involved,
-    `rule` which rule chose the policy, where one did.
+    `answer`: `tier` answers alone. `cascade`: the first tier answers, its answer is judged, and if it will not do,
+    those `between` take over in turn and are judged too, at last `tier`. `escalate`: the first tier only reads, `tier`
+    answers. `forced` tells that no score is involved, `rule` which rule chose the policy, where one did.
     """
 
     route: Route
@@ -56,15 +56,18 @@ class Decision:
     reason: str
     forced: bool
     rule: str | None = None
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a policy makes of an answer. `confidence` is None where there was nothing to judge by."""
+    """What a policy makes of an answer. `confidence` is None where there was nothing to judge by. With `leap`, tiers
+    between are passed over."""
 
     accept: bool
     reason: str
     confidence: float | None = None
+    leap: bool = False
 
 
 class Policy(BaseModel):
@@ -111,17 +114,25 @@ class Policy(BaseModel):
 
 
 class Cascading(Policy):
-    """The first tier answers, and the last one takes over where that will not do.
+    """The first tier answers, and the next ones take over in turn where that will not do, but for those to `skip`.
 
     `streaming` says what a client that streams gets to see: `decide_first` judges the first tokens, then lets the
     answer flow; `buffer` judges the whole answer before any of it is told; `stream_small` never escalates a stream.
     """
 
     streaming: Streaming = "decide_first"
+    skip: tuple[str, ...] = ()
 
     def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
         if len(tiers) == 1:
             return Decision("answer", tiers[0], self.name, "single_tier", forced=False)
         if asked.is_streamed and self.streaming == "stream_small":
             return Decision("answer", tiers[0], self.name, "stream_small", forced=False)
-        return Decision("cascade", tiers[-1], self.name, "judge", forced=False)
+        between = tuple(tier for tier in tiers[1:-1] if tier not in self.skip)
+        return Decision("cascade", tiers[-1], self.name, "judge", forced=False, between=between)
+
+    def check(self, tiers: Sequence[str]) -> None:
+        for tier in self.skip:
+            if tier not in tiers[1:-1]:
+                known = ", ".join(tiers[1:-1]) or "none"
+                raise ValueError(f"policy.skip: {tier!r} is no tier between the first and the last; known: {known}")

@@ -20,13 +20,14 @@ class Confidence(Cascading):
     Judging the first tokens only lets an escalation start before the small model has finished; they carry most of the
     signal, since a model that does not know begins to waver early. An escalation that is certain starts at once. From
     `speculate_after` tokens on, a score below the threshold is taken for a sign of one to come, and the handoff begins
-    beside the decode (null: never on a guess).
+    beside the decode (null: never on a guess). An answer that scores below `leap_below` goes straight to the last tier.
     """
 
     name: ClassVar[str] = "confidence"
     score: str = "mean"
     quantile: float = Field(default=0.1, gt=0, lt=1)
     threshold: float | None = None
+    leap_below: float | None = None
     num_tokens: int = Field(default=16, ge=1)
     speculate_after: int | None = Field(default=4, ge=1)
 
@@ -37,14 +38,14 @@ class Confidence(Cascading):
             raise ValueError(f"unknown score; known: {', '.join(SCORES)}")
         return score
 
-    @field_validator("threshold")
+    @field_validator("threshold", "leap_below")
     @classmethod
-    def _within_the_score(cls, threshold: float | None, info: Any) -> float | None:
+    def _within_the_score(cls, bound: float | None, info: Any) -> float | None:
         score = SCORES.get(info.data.get("score", ""))
-        if threshold is not None and score is not None and not score.low <= threshold <= score.high:
+        if bound is not None and score is not None and not score.low <= bound <= score.high:
             at_least = f"greater than or equal to {score.low:g} and " if score.low > float("-inf") else ""
             raise ValueError(f"should be {at_least}less than or equal to {score.high:g}")
-        return threshold
+        return bound
 
     @property
     def scoring(self) -> Score:
@@ -63,7 +64,10 @@ class Confidence(Cascading):
         if not self._can_score(judged):
             return Verdict(False, "no_logprobs")
         found = self.scoring.of(judged, self.quantile)
-        return Verdict(True, "confident", found) if found >= self._least else Verdict(False, "unsure", found)
+        if found >= self._least:
+            return Verdict(True, "confident", found)
+        leap = self.leap_below is not None and found < self.leap_below
+        return Verdict(False, "lost" if leap else "unsure", found, leap=leap)
 
     def foresee(self, tokens: Sequence[Token]) -> Foresight:
         judged = tokens[: self.num_judged_tokens]

@@ -99,6 +99,20 @@ def test_the_small_models_answer_is_not_good_enough(cluster: Cluster, reference:
             right(reply, asked)
 
 
+def test_a_conversation_moved_up_hands_its_whole_history_over(
+    cluster: Cluster, reference: Reference, right: Right
+) -> None:
+    asked = talk("Perdita", num_words=120)
+    for number in range(6):
+        reply = cluster.client.ask(asked)
+        assert reply.told["tier"] == "small"
+        asked = carried_on(asked, reply.text, f"And what did the captain say in year {number}?")
+    moved = cluster.client.escalate(asked)
+    num_prompt = len(reference.prompt(asked))
+    assert (moved.path, moved.told["mapped_tokens"]) == ("mapped", num_prompt - TAIL - HEAD)
+    right(moved, asked)
+
+
 def test_a_short_prompt_is_read_in_full(cluster: Cluster, right: Right) -> None:
     asked = [{"role": "user", "content": "What is the password of Puck?"}]
     reply = cluster.client.escalate(asked)

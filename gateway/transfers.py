@@ -1,0 +1,48 @@
+"""A cache of one tier's worker, mapped into the pool of another's: asked for, counted, told."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from gateway import asks
+from gateway.audit import cache_access
+from gateway.course import Course
+from gateway.deadline import Deadline
+from gateway.handoff import Transfer
+from gateway.sources import Handed, Read
+from gateway.worker import Worker
+from workers.api.errors import CacheUnusable, KvrelayError
+
+
+async def transferred(course: Course, source: Read, worker: Worker, plan: Transfer) -> Handed:
+    """As `plan` says, into the pool of `worker`. A source that its worker does not hold is forgotten."""
+    turn, parts = course.turn, course.parts
+    by = Deadline.after(plan.budget_s).earlier(turn.deadline)
+    request = asks.transfer(
+        turn,
+        parts.settings.handoff,
+        cache_id=source.cache_id,
+        source_worker=source.worker.id,
+        num_tokens=plan.num_tokens,
+        by=by,
+    )
+    started = time.monotonic()
+    try:
+        reply = await worker.transfer(request, by)
+    except KvrelayError as error:
+        parts.metrics.handoffs.labels(error.code).inc()
+        if isinstance(error, CacheUnusable) and source.found is not None:
+            await parts.prefixes.forget(turn, source.worker.tier, source.found)
+        raise
+    took_s = time.monotonic() - started
+    made, count = reply.cache_id, reply.num_tokens
+    cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source.cache_id)
+    parts.metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
+    return Handed(worker, reply, took_s)
+
+
+def note_handed(course: Course, handed: Handed) -> None:
+    """The answer will be over this cache; a share of such answers is compared with native ones."""
+    course.turn.report.transferred(handed.reply, handed.took_s * 1000)
+    course.turn.is_shadowed = random.random() < course.parts.settings.shadow.share

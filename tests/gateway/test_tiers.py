@@ -1,0 +1,162 @@
+"""Three tiers: up one by one, past one, back down; and a conversation that moves in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.errors import SettingsError
+from gateway.settings import from_values
+from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from workers.api.errors import TransferFailed, WorkerUnavailable
+from workers.api.fake import FakeWorker
+
+POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 3}
+TIERS = [
+    {"name": "small", "model": "fake-small"},
+    {"name": "mid", "model": "fake-mid"},
+    {"name": "large", "model": "fake-large"},
+]
+UNSURE, SURE, LOST = -0.9, -0.1, -4.0
+
+
+@asynccontextmanager
+async def three(**policy: Any) -> AsyncIterator[tuple[Stack, FakeWorker]]:
+    """The stack, and the worker in the middle."""
+    mid = FakeWorker("mid-0", "fake-mid")
+    workers = values()["workers"] | {"mid-0": {"tier": "mid", "url": "http://mid-0"}}
+    transport = httpx.ASGITransport(mid)
+    async with in_process({"mid-0": transport}, tiers=TIERS, workers=workers, policy=POLICY | policy) as stack:
+        mid.peers = {"small-0": stack.small}
+        yield stack, mid
+
+
+@pytest.mark.parametrize(
+    ("small", "mid", "policy", "tier", "reason"),
+    [
+        (SURE, SURE, {}, "small", "confident"),
+        (UNSURE, SURE, {}, "mid", "confident"),
+        (UNSURE, UNSURE, {}, "large", "unsure"),
+        (UNSURE, SURE, {"skip": ["mid"]}, "large", "unsure"),
+        (LOST, SURE, {"leap_below": -2.0}, "large", "lost"),
+        (UNSURE, SURE, {"leap_below": -2.0}, "mid", "confident"),
+    ],
+)
+async def test_up_to_the_first_tier_that_is_sure(
+    small: float, mid: float, policy: dict[str, Any], tier: str, reason: str
+) -> None:
+    async with three(**policy) as (stack, middle):
+        stack.small.logprob, middle.logprob = small, mid
+        reply = await stack.chat()
+        answering = {"small": stack.small, "mid": middle, "large": stack.large}[tier]
+        assert (text(reply), told(reply)["tier"]) == (right_answer(answering, MESSAGES), tier)
+        assert (told(reply)["reason"], told(reply)["path"]) == (reason, "prefill" if tier == "small" else "mapped")
+        asked = [worker.name for worker in (stack.small, middle, stack.large) if worker.made("cached_chat")]
+        between = ["mid-0"] if tier == "mid" or (mid == UNSURE) else []
+        assert asked == ["small-0", *between, *(["large-0"] if tier == "large" else [])]
+        for call in (*middle.made("transfer"), *stack.large.made("transfer")):
+            assert call["source_worker"] == "small-0", "what was mapped is not mapped again"
+
+
+async def test_a_forced_escalation_goes_past_the_middle() -> None:
+    async with three() as (stack, mid):
+        assert told(await stack.escalate())["tier"] == "large"
+        assert not mid.made("transfer") and not mid.made("chat")
+
+
+@pytest.mark.parametrize("call", ["transfer", "cached_chat"])
+async def test_a_middle_tier_whose_fast_path_fails_reads_in_full_and_is_judged(call: str) -> None:
+    async with three() as (stack, mid):
+        stack.small.logprob = UNSURE
+        mid.fail(call, TransferFailed("gone"))
+        reply = await stack.chat()
+        assert (text(reply), told(reply)["tier"]) == (right_answer(mid, MESSAGES), "mid")
+        assert told(reply)["path"].startswith("fallback:")
+        mid.logprob = UNSURE
+        reply = await stack.chat([*MESSAGES[:1], {"role": "user", "content": "Another question?"}])
+        assert (told(reply)["tier"], told(reply)["reason"]) == ("large", "unsure")
+
+
+async def test_a_middle_tier_that_cannot_answer_is_passed_over() -> None:
+    async with three() as (stack, mid):
+        stack.small.logprob = UNSURE
+        for call in ("transfer", "chat", "cached_chat"):
+            mid.fail(call, WorkerUnavailable("gone"), times=9)
+        reply = await stack.chat()
+        assert (text(reply), told(reply)["tier"]) == (right_answer(stack.large, MESSAGES), "large")
+
+
+@pytest.mark.parametrize("skip", ["small", "large", "huge"])
+def test_only_a_tier_between_can_be_skipped(skip: str) -> None:
+    workers = values()["workers"] | {"mid-0": {"tier": "mid", "url": "http://mid-0"}}
+    with pytest.raises(SettingsError, match=f"policy.skip: '{skip}' is no tier between .* known: mid"):
+        from_values(values(tiers=TIERS, workers=workers, policy=POLICY | {"skip": [skip]}))
+
+
+async def test_after_six_turns_on_small_the_whole_history_is_handed_over(stack: Stack) -> None:
+    messages: list[dict[str, Any]] = MESSAGES
+    for number in range(6):
+        reply = await stack.chat(messages)
+        assert told(reply)["tier"] == "small"
+        messages = turn_after(messages, reply, f"And then, for the {number}th time?")
+    moved = await stack.escalate(messages)
+    assert text(moved) == right_answer(stack.large, messages)
+    (transfer,) = stack.large.made("transfer")
+    (answered,) = stack.large.made("cached_chat")
+    num_prompt = moved.json()["usage"]["prompt_tokens"]
+    assert (told(moved)["path"], transfer["num_tokens"]) == ("mapped", num_prompt - 64)
+    assert len(answered["messages"]) == len(messages) == 14
+    assert stack.small.made("prefill")[-1]["messages"][-1]["content"] == messages[-1]["content"]
+
+
+@asynccontextmanager
+async def with_bundle_down(**changes: Any) -> AsyncIterator[Stack]:
+    """A stack whose small worker maps the large one's caches."""
+    async with in_process(**changes) as stack:
+        stack.small.peers = {"large-0": stack.large}
+        await stack.look()
+        yield stack
+
+
+async def talked_to_large(stack: Stack) -> list[dict[str, Any]]:
+    """Two turns that the large model alone has read."""
+    first = await stack.chat(model="large")
+    second = await stack.chat(messages := turn_after(MESSAGES, first, f"Is that so? {LONG}"), model="large")
+    return turn_after(messages, second, "And then?")
+
+
+async def test_a_conversation_moved_down_is_mapped_down() -> None:
+    async with with_bundle_down() as stack:
+        reply = await stack.chat(messages := await talked_to_large(stack))
+        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "mapped")
+        (transfer,) = stack.small.made("transfer")
+        assert transfer["source_worker"] == "large-0" and not stack.small.made("prefill")
+        assert told(reply)["handoff_tokens"] == transfer["num_tokens"] > 1000
+
+
+async def test_and_up_again_from_what_large_holds() -> None:
+    async with with_bundle_down() as stack:
+        messages = await talked_to_large(stack)
+        stack.small.logprob = UNSURE
+        reply = await stack.chat(messages)
+        assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, messages), "exact")
+        assert not stack.large.made("transfer") and not stack.small.made("prefill")
+
+
+@pytest.mark.parametrize("why", ["no_bundle", "exact", "fails", "short"])
+async def test_else_the_small_model_reads_itself(why: str) -> None:
+    async with with_bundle_down(**({"handoff": {"min_tokens": 5000}} if why == "short" else {})) as stack:
+        if why == "no_bundle":
+            stack.small.peers = {}
+            await stack.look()
+        if why == "fails":
+            stack.small.fail("transfer", TransferFailed("gone"))
+        messages = await talked_to_large(stack)
+        reply = await stack.chat(messages, kvrelay={"exact": True} if why == "exact" else None)
+        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
+        assert len(stack.small.made("prefill")) == 1
+        assert bool(stack.small.made("transfer")) is (why == "fails")
