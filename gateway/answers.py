@@ -75,3 +75,12 @@ class Answers:
     def num_written(self) -> int:
         """By every model, told or not."""
         return sum(stream.answer.num_written for stream in self._streams)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Of each tier that answered: the prompt once, and all that it wrote."""
+        by_tier: dict[str, int] = {}
+        for stream in self._streams:
+            by_tier.setdefault(stream.worker.tier, self.num_read_once)
+            by_tier[stream.worker.tier] += stream.answer.num_written
+        return by_tier

@@ -21,7 +21,7 @@ import structlog
 
 from gateway.account import Account
 from gateway.answers import Answers
-from gateway.course import Parts, choose
+from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
 from gateway.gathered import Chunk
@@ -30,7 +30,6 @@ from gateway.policies import Token, Verdict
 from gateway.reading import Reader
 from gateway.sources import Read
 from gateway.takeover import Takeover
-from gateway.turn import Turn
 from gateway.worker import Stream
 from workers.api.errors import KvrelayError
 
@@ -40,16 +39,13 @@ GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens
 
 
 class Cascade:
-    """One request. `chunks()` runs once, in one task; closing it hangs up on whatever worker is at it.
+    """One request. `chunks()` runs once, in one task; closing it hangs up on whatever worker is at it."""
 
-    Raises `InvalidRequest`, `ModelNotFound` or `PermissionDenied` when made, for a request that cannot be routed.
-    """
-
-    def __init__(self, parts: Parts, turn: Turn):
-        self.course = choose(parts, turn)
-        self._parts = parts
-        self._turn = turn
-        self._times = parts.settings.deadlines
+    def __init__(self, course: Course):
+        self.course = course
+        self._parts = course.parts
+        self._turn = course.turn
+        self._times = course.parts.settings.deadlines
         self._account = Account(self.course)
         self._answers = Answers(self.course)
         self._reader = Reader(self.course, self._answers)
@@ -78,7 +74,8 @@ class Cascade:
                     await self._account.ended(stream)
             finally:
                 answers = self._answers
-                await self._parts.spent(self._turn.tenant, answers.num_read_once, answers.num_written)
+                read, written = answers.num_read_once, answers.num_written
+                await self._parts.spent(self._turn.tenant, read, written, by_tier=answers.by_tier)
 
     @asynccontextmanager
     async def _closing(self) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gateway import routing
@@ -31,10 +32,13 @@ class Parts:
     quotas: Quotas
     usage: Usage
 
-    async def spent(self, tenant: Tenant, num_read: int, num_written: int = 0) -> None:
-        """What a request has cost in tokens, however it ended."""
+    async def spent(
+        self, tenant: Tenant, num_read: int, num_written: int = 0, *, by_tier: Mapping[str, int] = {}
+    ) -> None:
+        """What a request has cost in tokens, however it ended; and what of that each tier's answers have."""
         self.usage.add(tenant.name, num_read, num_written)
-        await self.quotas.spent(tenant, num_read + num_written)
+        budgets = self.settings.chosen_policy.budgets
+        await self.quotas.spent(tenant, num_read + num_written, by_tier=by_tier, budgets=budgets)
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,11 @@ class Course:
             await self.parts.prefixes.look_up(self.turn, self.tiers)
 
 
-def choose(parts: Parts, turn: Turn) -> Course:
+async def choose(parts: Parts, turn: Turn) -> Course:
     """Raises `InvalidRequest`, `ModelNotFound` or `PermissionDenied` for a request that cannot be routed."""
-    asked, tiers = routing.asked(turn), routing.allowed(turn, parts.fleet)
+    tiers = routing.allowed(turn, parts.fleet)
     chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
+    asked = routing.asked(turn, await parts.quotas.overspent(turn.tenant, chosen.budgets))
     policy, decision = chosen.select(asked), routing.decide(turn, asked, chosen, parts.fleet, tiers)
     if turn.named is not None:
         decision = routing.by_cache(turn.named, decision, parts.fleet, tiers)

@@ -1,4 +1,4 @@
-"""How much a tenant may ask for in a minute: requests, and tokens read and written.
+"""How much a tenant may ask for in a minute: requests, and tokens read and written; and what was spent of budgets.
 
 Counted where prefixes are filed: in this process, or in a Redis that several gateways share. While that Redis is gone,
 each gateway counts for itself: nobody is turned away for its sake, and nobody gets past the limits of one process.
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from limits import RateLimitItemPerMinute
+from limits import RateLimitItem, RateLimitItemPerDay, RateLimitItemPerHour, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import FixedWindowRateLimiter
 
 from gateway.errors import RateLimited
+from gateway.policies.budget import Budget
 from gateway.settings import RegistrySettings
 from gateway.tenants import Tenant
 
@@ -26,8 +28,12 @@ if TYPE_CHECKING:
     from limits.aio.storage import Storage
 
 PREFIX = "kvrelay:quota"
-REQUESTS, TOKENS = "requests", "tokens"
+REQUESTS, TOKENS, BUDGET, EVERYONE = "requests", "tokens", "budget", "*"
 MINUTE_S = 60.0
+WITHOUT_LIMIT = 2**53  # tokens; as a budget's window is counted whatever the budget is
+WINDOWS = {"minute": RateLimitItemPerMinute, "hour": RateLimitItemPerHour, "day": RateLimitItemPerDay}
+
+Account = tuple[RateLimitItem, tuple[str, ...]]  # a window, and whose it is
 
 
 class Quotas:
@@ -64,17 +70,32 @@ class Quotas:
             if not await self._asked("quota_test", lambda counted: counted.limiter.test(most, TOKENS, tenant.name)):
                 raise await self._used_up(most, TOKENS, tenant)
 
-    async def spent(self, tenant: Tenant, num_tokens: int) -> None:
-        """What a turn has cost, however much was left. Counted even when the caller is cancelled meanwhile."""
-        if tenant.tokens_per_minute is not None and num_tokens > 0:
-            most = RateLimitItemPerMinute(tenant.tokens_per_minute)
-            task = asyncio.create_task(self._spent(most, tenant, num_tokens))
+    async def overspent(self, tenant: Tenant, budgets: Sequence[Budget]) -> frozenset[Budget]:
+        """Those of the budgets that are used up."""
+        return frozenset([budget for budget in budgets if await self._spent_of(tenant, budget) >= budget.tokens])
+
+    async def _spent_of(self, tenant: Tenant, budget: Budget) -> float:
+        window, names = _account(tenant, budget)
+        return await self._asked("quota_test", lambda counted: counted.spent(window, *names))
+
+    async def spent(
+        self, tenant: Tenant, num_tokens: int, *, by_tier: Mapping[str, int] = {}, budgets: Sequence[Budget] = ()
+    ) -> None:
+        """What a turn has cost, however much was left; of budgets, what each tier's answers have. Counted even when the
+        caller is cancelled meanwhile."""
+        charges = {_account(tenant, budget): by_tier.get(budget.tier, 0) for budget in budgets}
+        if tenant.tokens_per_minute is not None:
+            charges[RateLimitItemPerMinute(tenant.tokens_per_minute), (TOKENS, tenant.name)] = num_tokens
+        if any(charges.values()):
+            task = asyncio.create_task(self._charge(charges))
             self._spending.add(task)
             task.add_done_callback(self._spending.discard)
             await asyncio.shield(task)
 
-    async def _spent(self, most: RateLimitItemPerMinute, tenant: Tenant, num_tokens: int) -> None:
-        await self._asked("quota_hit", lambda counted: counted.limiter.hit(most, TOKENS, tenant.name, cost=num_tokens))
+    async def _charge(self, charges: Mapping[Account, int]) -> None:
+        for (window, names), cost in charges.items():
+            if cost > 0:
+                await self._asked("quota_hit", partial(_hit, window, names, cost))
 
     async def aclose(self) -> None:
         if self._spending:
@@ -103,6 +124,20 @@ class Counted:
     def __init__(self, storage: Storage):
         self.limiter = FixedWindowRateLimiter(storage)
 
+    async def spent(self, window: RateLimitItem, *identifiers: str) -> float:
+        """Of a window without a limit."""
+        return window.amount - (await self.limiter.get_window_stats(window, *identifiers)).remaining
+
     async def resets_at(self, most: RateLimitItemPerMinute, *identifiers: str) -> float:
         """In Unix seconds."""
         return float((await self.limiter.get_window_stats(most, *identifiers)).reset_time)
+
+
+def _account(tenant: Tenant, budget: Budget) -> Account:
+    """Where the spending that a budget is about is counted: the same for budgets of other amounts."""
+    whose = tenant.name if budget.of == "tenant" else EVERYONE
+    return WINDOWS[budget.per](WITHOUT_LIMIT), (BUDGET, budget.tier, whose)
+
+
+def _hit(window: RateLimitItem, names: tuple[str, ...], cost: int, counted: Counted) -> Awaitable[bool]:
+    return counted.limiter.hit(window, *names, cost=cost)

@@ -8,6 +8,7 @@ from gateway import policies
 from gateway.errors import PermissionDenied
 from gateway.fleet import Fleet, Tier
 from gateway.policies import Asked, Decision, Policy
+from gateway.policies.budget import Budget
 from gateway.schemas import KvrelayOptions
 from gateway.tenants import Tenant
 from gateway.turn import Named, Turn
@@ -26,7 +27,7 @@ def choose_policy(options: KvrelayOptions, configured: Policy) -> Policy:
         raise InvalidRequest(f"kvrelay.policy: {error}", param="kvrelay.policy") from error
 
 
-def asked(turn: Turn) -> Asked:
+def asked(turn: Turn, overspent: frozenset[Budget]) -> Asked:
     """What policies may know of the request."""
     users = [message for message in turn.messages if message.role == "user"]
     return Asked(
@@ -35,6 +36,7 @@ def asked(turn: Turn) -> Asked:
         has_tools=bool(turn.request.offered_tools),
         is_streamed=turn.request.stream,
         tenant_tier=turn.tenant.tier,
+        overspent=overspent,
     )
 
 

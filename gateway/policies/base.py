@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from gateway.policies.budget import Budget
+
 Route = Literal["answer", "cascade", "escalate"]
 Streaming = Literal["decide_first", "buffer", "stream_small"]
 Foresight = Literal["open", "likely", "certain"]
@@ -23,13 +25,14 @@ WHOLE_ANSWER = sys.maxsize  # as a count of judged tokens
 @dataclass(frozen=True)
 class Asked:
     """What a policy may know of a request before any model runs. `text` is the last user message, `num_chars` counts
-    all messages; nobody has counted tokens yet."""
+    all messages; nobody has counted tokens yet. Of the policy's budgets, those in `overspent` are used up."""
 
     text: str = ""
     num_chars: int = 0
     has_tools: bool = False
     is_streamed: bool = False
     tenant_tier: str | None = None
+    overspent: frozenset[Budget] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ class Policy(BaseModel):
     def select(self, asked: Asked) -> Policy:
         """The policy that judges this request's answer: itself, unless it is made of others."""
         return self
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Those that `decide` wants to know of whether they are used up."""
+        return ()
 
     @property
     def num_judged_tokens(self) -> int:

@@ -5,6 +5,7 @@
       rules:
         - {name: code, when: {regex: "```|Traceback"}, then: {name: fixed, tier: large}}
         - {name: free, when: {tenant_tier: [free]}, then: {name: fixed, tier: small}}
+        - {name: spent, when: {budget: {tier: large, tokens: 500000}}, then: {name: fixed, tier: small}}
       otherwise: {name: confidence, threshold: -0.5}
 """
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from gateway.language import LANGUAGES, language_of
 from gateway.policies.base import Asked, Decision, Policy
+from gateway.policies.budget import Budget
 from gateway.policies.confidence import Confidence
 
 SEARCHED_CHARS = 20_000  # of the last user message: a slow expression meets no endless text
@@ -35,7 +37,8 @@ Composed = Annotated[Policy, BeforeValidator(_built)]
 
 class Condition(BaseModel):
     """Holds when everything holds that is given. `keywords` (whole words, either case), `regex` and `language` (ISO
-    639-1) look at the last user message; the character counts at all messages together."""
+    639-1) look at the last user message; the character counts at all messages together. `budget` holds once that is
+    used up."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,6 +49,7 @@ class Condition(BaseModel):
     tools: bool | None = None
     language: tuple[str, ...] = ()
     tenant_tier: tuple[str, ...] = ()
+    budget: Budget | None = None
 
     @field_validator("regex")
     @classmethod
@@ -71,6 +75,7 @@ class Condition(BaseModel):
             and (self.max_chars is None or asked.num_chars <= self.max_chars)
             and (self.tools is None or asked.has_tools is self.tools)
             and (not self.tenant_tier or asked.tenant_tier in self.tenant_tier)
+            and (self.budget is None or self.budget in asked.overspent)
             and (not self.keywords or any(_has_word(text, word) for word in self.keywords))
             and (self.regex is None or re.search(self.regex, text) is not None)
             and (not self.language or language_of(text) in self.language)
@@ -101,9 +106,21 @@ class Rules(Policy):
         rule = self._first(asked)
         return (rule.then if rule else self.otherwise).select(asked)
 
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        own = [rule.when.budget for rule in self.rules if rule.when.budget is not None]
+        return tuple(dict.fromkeys([*own, *(budget for policy in self._policies for budget in policy.budgets)]))
+
     def check(self, tiers: Sequence[str]) -> None:
-        for policy in (*(rule.then for rule in self.rules), self.otherwise):
+        for budget in self.budgets:
+            if budget.tier not in tiers:
+                raise ValueError(f"policy.rules: budget of unknown tier {budget.tier!r}; known: {', '.join(tiers)}")
+        for policy in self._policies:
             policy.check(tiers)
+
+    @property
+    def _policies(self) -> list[Policy]:
+        return [*(rule.then for rule in self.rules), self.otherwise]
 
     def _first(self, asked: Asked) -> Rule | None:
         return next((rule for rule in self.rules if rule.when.holds(asked)), None)

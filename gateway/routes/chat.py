@@ -34,7 +34,7 @@ async def text_completions(request: Request) -> Response:
 
 async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
-    cascade = Cascade(snapshot.parts, turn)
+    cascade = Cascade(await choose(snapshot.parts, turn))
     if turn.request.kvrelay.explain:
         turn.report.explained = await explain(cascade.course, turn, snapshot.settings)
     hang_up = HangUp(request.receive)
@@ -80,7 +80,7 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
-    return json_reply(await explain(choose(snapshot.parts, turn), turn, snapshot.settings))
+    return json_reply(await explain(await choose(snapshot.parts, turn), turn, snapshot.settings))
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from limits import RateLimitItemPerMinute
 
-from gateway.errors import RateLimited
+from gateway.errors import RateLimited, SettingsError
+from gateway.policies.budget import Budget
 from gateway.quotas import TOKENS, Quotas
-from gateway.settings import RegistrySettings
+from gateway.settings import RegistrySettings, from_values
 from gateway.tenants import Tenant
 from tests.gateway.redis_process import redis_process
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, told, values
 from workers.api.fake import render
 from workers.api.schemas import Message
 
@@ -55,15 +56,31 @@ async def the_contract(quotas: Quotas) -> None:
     assert await num_admitted(quotas, writer) == 0, "what was over the limit counts too"
 
 
+async def the_budgets(quotas: Quotas) -> None:
+    """Counted by tier, window, and whose they are; not by their amounts."""
+    mine = Budget(tier="large", tokens=100)
+    everyones = mine.model_copy(update={"of": "everyone", "tokens": 150})
+    hourly, raised = mine.model_copy(update={"per": "hour"}), mine.model_copy(update={"tokens": 1000})
+    counted, asked = (mine, everyones), (mine, everyones, hourly, raised)
+    await quotas.spent(tenant("a"), 599, by_tier={"large": 99, "small": 500}, budgets=counted)
+    assert await quotas.overspent(tenant("a"), asked) == set()
+    await quotas.spent(tenant("a"), 1, by_tier={"large": 1}, budgets=counted)
+    assert await quotas.overspent(tenant("a"), asked) == {mine}
+    await quotas.spent(tenant("b"), 50, by_tier={"large": 50}, budgets=counted)
+    assert await quotas.overspent(tenant("b"), asked) == {everyones}
+
+
 async def test_in_this_process() -> None:
     async with counting("memory://") as quotas:
         await the_contract(quotas)
+        await the_budgets(quotas)
 
 
 async def test_in_redis_together_and_alone_without_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         async with counting(redis.url) as one, counting(redis.url) as other:
             await the_contract(one)
+            await the_budgets(other)
             assert await num_admitted(other, tenant("a", requests=3)) == 0, "another gateway has counted three"
             redis.kill()
             assert await num_admitted(other, tenant("a", requests=3)) == 3
@@ -127,3 +144,30 @@ async def test_what_is_charged_survives_its_callers_cancellation() -> None:
         spending.cancel()
         await asyncio.wait({spending})
         assert await num_admitted(quotas, writer) == 0
+
+
+async def test_over_budget_a_rule_keeps_to_the_small_model() -> None:
+    budget = {"tier": "large", "tokens": NUM_READ + 1}
+    rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
+    policy = {"name": "rules", "rules": [rule], "otherwise": {"name": "always_escalate"}}
+    async with in_process(policy=policy) as stack:
+        first, second = [told(await stack.chat()) for _ in range(2)]
+        assert (first["tier"], first["rule"]) == ("large", None)
+        assert (second["tier"], second["rule"]) == ("small", "spent")
+        explained = await stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
+        assert explained.json()["rule"] == "spent"
+
+
+async def test_what_the_small_model_answers_is_on_nobody_elses_budget() -> None:
+    budget = {"tier": "large", "tokens": 1}
+    rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
+    async with in_process(policy={"name": "rules", "rules": [rule]}) as stack:
+        assert [told(await stack.chat())["rule"] for _ in range(2)] == [None, None]
+        stack.small.logprob = -2.0
+        assert [told(await stack.chat())["rule"] for _ in range(2)] == [None, "spent"]
+
+
+def test_a_budget_of_a_tier_that_is_not_there_is_refused() -> None:
+    rule = {"name": "spent", "when": {"budget": {"tier": "huge", "tokens": 1}}, "then": {"name": "fixed"}}
+    with pytest.raises(SettingsError, match="budget of unknown tier 'huge'; known: small, large"):
+        from_values(values(policy={"name": "rules", "rules": [rule]}))
