@@ -47,11 +47,12 @@ class Quotas:
     def _connect(self, url: str, timeout_s: float, on_op: Callable[[str, str], None]) -> None:
         from redis.asyncio import Redis  # which nobody else needs
 
-        from gateway.registry.guard import Guard, pool_of
+        from gateway.registry.guard import Guard
+        from gateway.registry.pools import pool_of
 
         self._pool = pool_of(url, timeout_s)
         storage = RedisStorage(
-            f"async+{url}",
+            "async+redis://",  # which and where, the pool knows
             implementation="redispy",
             key_prefix=PREFIX,
             connection_pool=self._pool,  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from gateway import policies
 from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
+from gateway.redis_url import SENTINEL_SCHEMES, SentinelUrl, is_sentinel
 from workers.api import secret
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 
@@ -37,7 +38,8 @@ KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 AUTO = "auto"
 DEFAULT_TENANT = "default"
-REGISTRY_SCHEMES = ("memory", "redis", "rediss")
+REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
+REGISTRY_SCHEMES = ("memory", *REDIS_SCHEMES)
 
 
 class Section(BaseModel):
@@ -95,6 +97,8 @@ class RegistrySettings(Section):
     def _known_scheme(cls, url: str) -> str:
         if urlsplit(url).scheme not in REGISTRY_SCHEMES:
             raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
+        if is_sentinel(url):
+            SentinelUrl.parse(url)
         return url
 
     @field_validator("password_file")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from gateway.registry.base import Entry, Registry
-from gateway.settings import RegistrySettings
+from gateway.settings import REDIS_SCHEMES, RegistrySettings
 
 __all__ = ["Entry", "Registry", "connect"]
 
@@ -28,4 +28,4 @@ def _redis(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Reg
     return RedisRegistry(settings.full_url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
 
 
-_MAKERS = {"memory": _memory, "redis": _redis, "rediss": _redis}
+_MAKERS = {"memory": _memory} | dict.fromkeys(REDIS_SCHEMES, _redis)

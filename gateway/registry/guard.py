@@ -11,9 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from gateway.breaker import Breaker, BreakerSettings, State
@@ -21,21 +18,8 @@ from gateway.breaker import Breaker, BreakerSettings, State
 T = TypeVar("T")
 OnOp = Callable[[str, str], None]
 
-MAX_CONNECTIONS = 32
 PROBE_S = 0.25
 CIRCUIT = BreakerSettings(window=1, min_outcomes=1, failure_rate=1.0, open_s=1.0, num_probes=1, num_successes=2)
-
-
-def pool_of(url: str, timeout_s: float) -> BlockingConnectionPool:
-    """Connections that wait for nothing longer than that."""
-    return BlockingConnectionPool.from_url(
-        url,
-        max_connections=MAX_CONNECTIONS,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 1),
-    )
 
 
 class Guard:

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from gateway.registry.base import Entry, Registry
-from gateway.registry.guard import Guard, OnOp, pool_of
+from gateway.registry.guard import Guard, OnOp
+from gateway.registry.pools import pool_of
 
 PREFIX = "kvrelay:prefix:"
 

@@ -1,0 +1,49 @@
+"""Connections to a Redis, each of which waits for nothing longer than it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+
+from gateway.redis_url import SentinelUrl, is_sentinel
+
+MAX_CONNECTIONS = 32
+
+
+class MasterPool(SentinelConnectionPool):
+    """Connections to whichever server the sentinels call master, and to them."""
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        for sentinel in self.sentinel_manager.sentinels:
+            await sentinel.aclose()
+
+
+def pool_of(url: str, timeout_s: float) -> ConnectionPool:
+    waits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    if is_sentinel(url):
+        return _master_pool(SentinelUrl.parse(url), waits)
+    return BlockingConnectionPool.from_url(
+        url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, retry=Retry(NoBackoff(), 1), **waits
+    )
+
+
+def _master_pool(url: SentinelUrl, waits: dict[str, Any]) -> MasterPool:
+    tls = {"ssl": True} if url.tls else {}
+    asking = waits | tls | {"retry": Retry(NoBackoff(), 0)}
+    sentinels = Sentinel(list(url.sentinels), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
+    return MasterPool(  # type: ignore[no-untyped-call]
+        url.name,
+        sentinels,
+        max_connections=MAX_CONNECTIONS,
+        db=url.database,
+        username=url.username,
+        password=url.password,
+        retry=Retry(NoBackoff(), 1),
+        **waits,
+        **tls,
+    )

@@ -1,0 +1,59 @@
+"""A Redis whose master fails over, as its sentinels see to it: requests go on, with a miss at worst."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import SettingsError
+from gateway.redis_url import SentinelUrl
+from gateway.settings import from_values
+from tests.gateway.redis_process import watched_redis
+from tests.gateway.stack import MESSAGES, eventually, in_process, right_answer, text, told, values
+
+TIMEOUT_MS = 100
+SLACK_S = 5.0  # for a busy machine
+
+
+async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    with watched_redis(require_tool("redis-server"), tmp_path) as redis:
+        async with in_process(
+            registry={"url": redis.url, "timeout_ms": TIMEOUT_MS},
+            tenants={"default": {"requests_per_minute": 1000}},
+        ) as stack:
+
+            def num(result: str) -> float:
+                ops = ("get", "put", "quota_hit")
+                return sum(stack.metric("registry_ops_total", op=op, result=result) for op in ops)
+
+            async def answered() -> str:
+                reply = await stack.chat()
+                assert text(reply) == right_answer(stack.small, MESSAGES)
+                return str(told(reply)["path"])
+
+            await answered()
+            before, num_ok = await answered(), num("ok")
+            redis.master.kill()
+            for _ in range(20):
+                assert await answered() in ("exact", "prefill")
+            failed = num("error") + num("timeout")
+            assert 1 <= failed <= 4, "the first of the prefixes' and of the quotas' Redis; then they are not asked"
+            assert num("skipped") > 30
+            deadline = time.monotonic() + SLACK_S + 15
+            while num("ok") < num_ok + 4 or await answered() != "exact":
+                assert time.monotonic() < deadline, "the new master was not found"
+            assert before == "exact"
+
+
+def test_a_url_names_sentinels_and_the_master() -> None:
+    url = SentinelUrl.parse("rediss+sentinel://me:p%40ss@one:1,two,[::1]:3/main/2")
+    assert url == SentinelUrl((("one", 1), ("two", 26379), ("::1", 3)), "main", 2, "me", "p@ss", True)
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://one", "redis+sentinel:///main", "redis+sentinel://one,/main/x"])
+def test_a_url_that_does_not_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"registry.url: needs the form redis\+sentinel://"):
+        from_values(values(registry={"url": url}))
