@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from gateway.commands import family
 from gateway.commands.client import Answer, RequestFailed, chat
 from gateway.commands.documents import Documents
 from gateway.commands.files import add_json_option, write_json
+from gateway.commands.machine import commit, machine
 from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
@@ -99,8 +99,8 @@ def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
                 rows = list(_measure(http, plain, documents, lengths, repeats))
             memory = {worker: _peak_memory(child.pid) for worker, child in stack.workers.items()}
     return {
-        "machine": {"processor": _processor(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
-        "commit": _commit(),
+        "machine": machine(),
+        "commit": commit(),
         "rows": [asdict(row) for row in rows],
         "summary": _summary(rows),
         "peak_memory_bytes": memory,
@@ -219,13 +219,3 @@ def _peak_memory(pid: int) -> int:
     """The most memory that a process had resident, in bytes (Linux)."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def _commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or None

@@ -12,7 +12,7 @@ from gateway.errors import SettingsError
 from gateway.redis_url import SentinelUrl
 from gateway.settings import from_values
 from tests.gateway.redis_process import watched_redis
-from tests.gateway.stack import MESSAGES, eventually, in_process, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
 
 TIMEOUT_MS = 100
 SLACK_S = 5.0  # for a busy machine
