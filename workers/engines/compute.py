@@ -49,7 +49,7 @@ class Compute:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             if not done.cancel():
-                await _settled(waiting)
+                await settled(waiting)
             raise
 
     def submit(self, step: Callable[[], R], *, priority: int = 0) -> Future[R]:
@@ -104,7 +104,7 @@ class Compute:
             self.busy_at = time.monotonic()
 
 
-async def _settled(waiting: asyncio.Future[Any]) -> None:
+async def settled(waiting: asyncio.Future[Any]) -> None:
     """Wait until a step that runs has ended, however often the waiter is cancelled meanwhile."""
     while not waiting.done():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, Sampling, TokenSequence
+from workers.engines.compute import Compute
 from workers.engines.transformers.engine import CHUNK_TOKENS
 
 CLAIM = Claim()
@@ -196,3 +198,44 @@ async def test_rates_are_measured(engine: Engine) -> None:
         await written(sequence, 4)
     rates = engine.rates.snapshot()
     assert rates.prefill_tokens_per_s and rates.decode_tokens_per_s
+
+
+async def test_answers_go_on_in_rounds_and_are_the_same_as_alone(engine: Engine) -> None:
+    prompts, num_tokens = [random_tokens(n, seed=n) for n in (9, 40, 41, 150, 300)], 12
+
+    async def answer(prompt: list[int]) -> list[tuple[int, float]]:
+        async with engine.sequence(CLAIM, 400) as sequence:
+            await sequence.read(prompt)
+            return [(token.id, token.logprob) async for token in sequence.generate(Sampling(), num_tokens)]
+
+    alone = [await answer(prompt) for prompt in prompts]
+    engine.compute = counted = CountedCompute(engine.compute)  # type: ignore[assignment]
+    assert await asyncio.gather(*(answer(prompt) for prompt in prompts)) == alone
+    assert counted.num_steps < len(prompts) * num_tokens / 2
+
+
+async def test_an_answer_goes_on_between_the_chunks_of_a_long_prompt(engine: Engine) -> None:
+    num_tokens = 40
+    async with engine.sequence(CLAIM, 100) as writing, engine.sequence(CLAIM, 1000) as reading:
+        await writing.read(random_tokens(10))
+        tokens = writing.generate(Sampling(), num_tokens)
+        await anext(tokens)
+        task = asyncio.create_task(reading.read(random_tokens(1000)))
+        at_each = [reading.num_tokens async for _ in tokens]
+        await task
+    assert len({1 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS} & set(at_each)) >= 2
+
+
+class CountedCompute:
+    """Counts the steps."""
+
+    def __init__(self, compute: Compute):
+        self._compute = compute
+        self.num_steps = 0
+
+    async def run(self, step: Any, *, priority: int = 0) -> Any:
+        self.num_steps += 1
+        return await self._compute.run(step, priority=priority)
+
+    def close(self) -> None:
+        self._compute.close()

@@ -28,16 +28,27 @@ def attention_for(device: torch.device) -> str:
 def grouped_sdpa(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """`query` is `(1, heads, new tokens, dim)`, `key` and `value` `(1, kv heads, all tokens, dim)`.
 
     Without a mask, either one new token sees everything, or new tokens and all tokens are the same and see backwards.
+    One new token of each of B sequences, `(B, heads, 1, dim)`, comes with a tuple of B keys and one of B values.
     """
+    if isinstance(key, tuple):
+        seen = slice(-sliding_window, None) if sliding_window else slice(None)
+        rows = zip(query.chunk(len(key)), key, value, strict=True)
+        attended = [_attend(q, k[:, :, seen], v[:, :, seen], None, scaling) for q, k, v in rows]
+        return torch.cat(attended), None  # (B, 1, heads, dim)
+    return _attend(query, key, value, attention_mask, scaling), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None) -> Tensor:
     attended = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -47,4 +58,4 @@ def grouped_sdpa(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended.transpose(1, 2).contiguous(), None  # (1, new tokens, heads, dim)
+    return attended.transpose(1, 2).contiguous()  # (1, new tokens, heads, dim)

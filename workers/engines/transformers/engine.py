@@ -1,10 +1,15 @@
-"""`TransformersEngine`: sequences over one model, one bounded step at a time on the compute thread."""
+"""`TransformersEngine`: sequences over one model, one bounded step at a time on the compute thread.
+
+A prompt is read a chunk a step, each sequence for itself; the tokens of answers are written by all of them together, a
+round a step (`workers.engines.rounds`). Steps of equal priority run in the order in which they came.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -17,13 +22,25 @@ from workers.engines.admission import Admission, Claim
 from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence
 from workers.engines.compute import BACKGROUND, Compute
 from workers.engines.rates import RateMeter
+from workers.engines.rounds import Rounds
 from workers.engines.tokenizer import Tokenizer
+from workers.engines.transformers.batch import can_batch, decode
 from workers.engines.transformers.memory import WorkingMemory
 from workers.engines.transformers.sampling import Sampler
 
 R = TypeVar("R")
 
 CHUNK_TOKENS = 256  # the longest step: what a hang-up, a deadline or another request waits for at most
+MAX_ROWS = 8  # answers that go on in one round
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a sequence wants of a round: to read the token that was written last, and to choose the next one."""
+
+    sequence: TransformersSequence
+    token_id: int
+    sampler: Sampler
 
 
 class TransformersEngine(Engine):
@@ -40,6 +57,7 @@ class TransformersEngine(Engine):
         self.rates = RateMeter()
         self.hf_model = model
         self.compute = Compute(on_start=lambda: _on_start(num_threads))
+        self.rounds = Rounds(self._run_round, MAX_ROWS if can_batch(model) else 1)
 
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
@@ -47,6 +65,19 @@ class TransformersEngine(Engine):
 
     async def aclose(self) -> None:
         self.compute.close()
+
+    async def _run_round(self, rows: Sequence[Row], priority: int) -> Sequence[Token]:
+        return await self.compute.run(partial(self._decode, rows), priority=priority)
+
+    def _decode(self, rows: Sequence[Row]) -> list[Token]:
+        """A round. Runs on the compute thread."""
+        began = time.perf_counter()
+        logits = decode(self.hf_model, [row.sequence.memory for row in rows], [row.token_id for row in rows])
+        for row, of_row in zip(rows, logits, strict=True):
+            row.sequence.note_read(row.token_id, of_row)
+        tokens = [row.sampler.choose(of_row) for row, of_row in zip(rows, logits, strict=True)]
+        self.rates.record("decode", 1, time.perf_counter() - began)  # what one answer sees
+        return tokens
 
 
 class TransformersSequence(TokenSequence):
@@ -57,7 +88,7 @@ class TransformersSequence(TokenSequence):
         self._engine = engine
         self._claim = claim
         layout = engine.model.layout
-        self._memory = WorkingMemory(
+        self.memory = WorkingMemory(
             KVGeometry(layout.num_layers, layout.num_kv_heads, layout.head_dim),
             capacity,
             dtype=engine.hf_model.dtype,
@@ -68,9 +99,9 @@ class TransformersSequence(TokenSequence):
     async def load(self, token_ids: Sequence[int], source: KVSource) -> None:
         if self.num_tokens:
             raise ValueError(f"load into a sequence that holds {self.num_tokens} tokens; it must be empty")
-        self._memory.reserve(len(token_ids))
-        await self._step(lambda: source(self._memory.kv(0, len(token_ids))))
-        self._memory.resize(len(token_ids))
+        self.memory.reserve(len(token_ids))
+        await self._step(lambda: source(self.memory.kv(0, len(token_ids))))
+        self.memory.resize(len(token_ids))
         self.token_ids.extend(token_ids)
 
     async def read(self, token_ids: Sequence[int]) -> None:
@@ -94,16 +125,18 @@ class TransformersSequence(TokenSequence):
         token = await self._step(partial(sampler.choose, logits))
         yield token
         for _ in range(max_tokens - 1):
-            token = await self._step(partial(self._decode, token, sampler))
+            self._claim.check()
+            row = Row(self, token.id, sampler)
+            token = await self._engine.rounds.join(row, priority=self._claim.priority)
             yield token
 
     def truncate(self, num_tokens: int) -> None:
-        self._memory.resize(num_tokens)
+        self.memory.resize(num_tokens)
         del self.token_ids[num_tokens:]
         self._logits = None
 
     def kv(self, begin: int, end: int) -> KVCache:
-        return self._memory.kv(begin, end)
+        return self.memory.kv(begin, end)
 
     async def _step(self, step: Callable[[], R]) -> R:
         self._claim.check()
@@ -117,12 +150,10 @@ class TransformersSequence(TokenSequence):
         if self._claim.priority > BACKGROUND:  # which reads in smaller chunks
             self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
 
-    def _decode(self, token: Token, sampler: Sampler) -> Token:
-        began = time.perf_counter()
-        self._logits = self._forward([token.id], num_logits=1)[-1]
-        chosen = sampler.choose(self._logits)
-        self._engine.rates.record("decode", 1, time.perf_counter() - began)
-        return chosen
+    def note_read(self, token_id: int, logits: Tensor) -> None:
+        """A round has read this token into `memory`; `logits` are `(vocab,)`."""
+        self.token_ids.append(token_id)
+        self._logits = logits
 
     def _most_likely(self, token_ids: Sequence[int]) -> list[int]:
         ids: list[int] = self._forward(token_ids, num_logits=len(token_ids)).argmax(dim=-1).tolist()
@@ -135,12 +166,12 @@ class TransformersSequence(TokenSequence):
         """Read `token_ids`; logits after the last `num_logits` of them, `(num_logits, vocab)`."""
         begin = self.num_tokens
         end = begin + len(token_ids)
-        self._memory.reserve(end)
+        self.memory.reserve(end)
         model = self._engine.hf_model
         output = model(
             input_ids=torch.tensor([token_ids], device=model.device),
             position_ids=torch.arange(begin, end, device=model.device)[None],
-            past_key_values=self._memory.cache,
+            past_key_values=self.memory.cache,
             use_cache=True,
             logits_to_keep=num_logits,
         )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from mappers.errors import MapperError
-from mappers.fingerprint import fingerprint, tokenizer_digest
-from mappers.models import context_of, geometry_of, load_tokenizer, local_folder
-from workers.api.schemas import KVLayout
+from mappers.models import load_tokenizer, local_folder
 from workers.engines.admission import Admission
-from workers.engines.base import ModelInfo
+from workers.engines.described import describe
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.attention import attention_for
+from workers.engines.transformers.batch import can_batch
 from workers.engines.transformers.engine import TransformersEngine
+from workers.engines.transformers.rowwise import make_rowwise
 from workers.settings import SettingsError, WorkerSettings
 
 
@@ -28,7 +27,7 @@ def load(settings: WorkerSettings) -> TransformersEngine:
     try:
         folder = local_folder(settings.model)
         model = _load_model(settings, folder)
-        info = _describe(settings, folder, model)
+        info = describe(settings, folder, model.config, model.generation_config)
         tokenizer = Tokenizer(load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size)
     except MapperError as error:
         raise SettingsError(f"worker {settings.id!r}: {error}") from error
@@ -49,42 +48,6 @@ def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise SettingsError(f"worker {settings.id!r}: cannot load model {settings.model!r}: {error}") from error
     loaded: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+    if can_batch(loaded):
+        make_rowwise(loaded)
     return loaded
-
-
-def _describe(settings: WorkerSettings, folder: Path, model: PreTrainedModel) -> ModelInfo:
-    geometry = geometry_of(model.config)
-    return ModelInfo(
-        name=settings.model_name,
-        fingerprint=fingerprint(folder),
-        layout=KVLayout(
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            block_tokens=settings.block_tokens,
-            dtype=settings.dtype,
-        ),
-        max_model_len=_max_model_len(settings, context_of(model.config)),
-        vocab_size=model.config.vocab_size,
-        eos_ids=_eos_ids(model.generation_config, model.config),
-        device=settings.device,
-        tokenizer_digest=tokenizer_digest(folder),
-    )
-
-
-def _max_model_len(settings: WorkerSettings, positions: int) -> int:
-    if settings.max_model_len is not None and settings.max_model_len > positions:
-        raise SettingsError(
-            f"worker {settings.id!r}: max_model_len {settings.max_model_len} is more than the {positions} positions "
-            f"of {settings.model!r}"
-        )
-    return settings.max_model_len or positions
-
-
-def _eos_ids(*configs: Any) -> frozenset[int]:
-    """The ids that end an answer: those of the generation config, else of the model's."""
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

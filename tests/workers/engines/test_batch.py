@@ -1,0 +1,104 @@
+"""Several sequences in one forward pass: each comes out as it would alone, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mappers.models import geometry_of
+from tests.mappers.architectures.zoo import WINDOW, model_of
+from tests.mappers.pairs import random_documents
+from workers.engines.transformers.attention import attention_for
+from workers.engines.transformers.batch import BATCHED, can_batch, decode
+from workers.engines.transformers.memory import WorkingMemory
+from workers.engines.transformers.rowwise import make_rowwise
+
+CPU = torch.device("cpu")
+NAMES = {"gemma3_text": "gemma3"}  # in the zoo, where it is not the model type
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LENGTHS = (1, 7, WINDOW + 9, 60)
+NUM_STEPS = 5
+
+
+def random_model(model_type: str) -> Any:
+    if model_type == "phi3":  # the zoo's has a RoPE that follows the longest row
+        return model_of.__wrapped__("phi3", rope_parameters=PLAIN_ROPE)
+    return model_of(NAMES.get(model_type, model_type))
+
+
+def served(random: Any) -> Any:
+    """A model as the engine loads it."""
+    model = copy.deepcopy(random)
+    model.set_attn_implementation(attention_for(CPU))
+    make_rowwise(model)
+    return model
+
+
+def memory_of(model: Any, token_ids: Sequence[int]) -> WorkingMemory:
+    """A memory with these tokens read, and no room for more."""
+    memory = WorkingMemory(geometry_of(model.config), len(token_ids), dtype=torch.float32, device=CPU)
+    positions = torch.arange(len(token_ids))[None]
+    model(input_ids=torch.tensor([token_ids]), position_ids=positions, past_key_values=memory.cache, use_cache=True)
+    return memory
+
+
+def continued(model: Any, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Greedy tokens, the logits behind each, and the last layer's keys, of every prompt; all prompts go on together."""
+    memories = [memory_of(model, prompt[:-1]) for prompt in prompts]
+    tokens = [prompt[-1] for prompt in prompts]
+    logits = []
+    for _ in range(NUM_STEPS):
+        logits.append(decode(model, memories, tokens))  # (B, vocab)
+        tokens = logits[-1].argmax(-1).tolist()
+    of_each = torch.stack(logits, dim=1)  # (B, steps, vocab)
+    keys = [memory.kv(0, memory.num_tokens).keys[-1] for memory in memories]
+    return [(rows.argmax(-1).tolist(), rows, key) for rows, key in zip(of_each, keys, strict=True)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(BATCHED))
+def test_a_row_is_the_same_alone_and_in_any_batch(name: str) -> None:
+    model = served(random_model(name))
+    assert can_batch(model)
+    for seed in range(3):
+        prompts = [ids[: length + 1] for ids, length in zip(random_documents(4, 80, seed=seed), LENGTHS, strict=True)]
+        alone = [continued(model, [prompt])[0] for prompt in prompts]
+        for order in ([0, 1, 2, 3], [3, 1], [2, 0, 3]):
+            together = continued(model, [prompts[i] for i in order])
+            for i, (tokens, logits, keys) in zip(order, together, strict=True):
+                assert tokens == alone[i][0]
+                assert torch.equal(logits, alone[i][1]) and torch.equal(keys, alone[i][2])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(BATCHED))
+def test_a_row_is_what_the_model_itself_says(name: str) -> None:
+    model = random_model(name)
+    prompts = [ids[: length + 1] for ids, length in zip(random_documents(4, 80, seed=9), LENGTHS, strict=True)]
+    for prompt, (tokens, logits, _) in zip(prompts, continued(served(model), prompts), strict=True):
+        own = model(input_ids=torch.tensor([prompt + tokens[:-1]]), use_cache=False)
+        assert (own.logits[0, -NUM_STEPS:] - logits).abs().max() < 1e-3
+
+
+def test_a_rope_that_follows_the_longest_row_is_not_batched() -> None:
+    assert not can_batch(served(model_of("phi3")))
+
+
+def test_models_that_are_not_known_not_to_mix_rows_are_not_batched() -> None:
+    assert not can_batch(served(model_of("stablelm")))
+
+
+@torch.no_grad()
+def test_a_weight_that_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.transformers.rowwise.BLOCK_BYTES", 1000)
+    plain = torch.nn.Linear(32, 100)
+    layers = torch.nn.Sequential(plain)
+    make_rowwise(layers)
+    hidden = torch.randn(3, 1, 32)
+    assert (layers(hidden) - plain(hidden)).abs().max() < 1e-5
+    assert torch.equal(layers(hidden)[1:2], layers(hidden[1:2]))

@@ -1,0 +1,48 @@
+"""Linear layers that compute each row of a batch as they would compute it alone, to the last bit.
+
+A product of a matrix with several rows at once sums in another order than one with a single row, so an answer would
+depend on what else runs. What makes a batch cheap is not that product, though: it is that the weights come from memory
+once. So each block of them is multiplied with one row after the other, while the processor's cache still holds it:
+
+    block of the weight    |████|....|....|    row 0, row 1, row 2, then the next block
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+BLOCK_BYTES = 4 * 2**20
+
+
+class RowwiseLinear(nn.Linear):
+    """`linear` once more, over the same parameters. Prompts, `(1, T, in)` with T > 1, are read as ever."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self._num_blocks = -(-linear.weight.nbytes // BLOCK_BYTES)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.ndim != 3 or input.shape[1] != 1:
+            return super().forward(input)
+        tokens = input.unbind(0)  # (1, in) each
+        weights = self.weight.chunk(self._num_blocks)
+        biases = (None,) * len(weights) if self.bias is None else self.bias.chunk(self._num_blocks)
+        blocks = [
+            _joined([nn.functional.linear(token, weight, bias) for token in tokens], dim=0)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]  # (B, part of out) each
+        return _joined(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
+
+
+def make_rowwise(model: nn.Module) -> None:
+    """Put `RowwiseLinear` in the place of every linear layer of `model`, over the same parameters."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, RowwiseLinear(child))
+
+
+def _joined(parts: list[Tensor], *, dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
