@@ -80,6 +80,15 @@ def test_what_vllm_has_already_is_not_loaded_again(vllm: Engine) -> None:
     found = read(vllm.cache, vllm.blocks["r"], len(IDS))
     assert torch.isnan(found.keys[0][:, :16]).all()
     assert torch.equal(found.keys[0][:, 16:], kv.keys[0][:, 16:])
+    assert report_of(vllm, request).loaded_tokens == len(IDS)
+
+
+def test_what_vllm_has_all_but_a_few_tokens_of_is_completed(vllm: Engine) -> None:
+    """Read natively, those few would make another answer than the same request got before."""
+    ticket, _ = vllm.ticket("large", IDS)
+    request = Request("r", PROMPT, params(ticket))
+    vllm.arrive(request)
+    assert vllm.scheduler.matched("r", len(IDS) - 2) == 2
 
 
 def test_prompts_that_differ_later_take_what_they_share(vllm: Engine) -> None:

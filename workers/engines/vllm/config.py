@@ -71,6 +71,7 @@ class EngineModel:
     layout: KVLayout
     max_model_len: int
     paged_block_tokens: int
+    paged_dtype: str
     device: str
 
     @staticmethod
@@ -92,6 +93,7 @@ class EngineModel:
                 ),
                 max_model_len=model.max_model_len,
                 paged_block_tokens=vllm_config.cache_config.block_size,
+                paged_dtype=str(vllm_config.cache_config.cache_dtype),
                 device=str(vllm_config.device_config.device_type),
             )
         except (MapperError, KvrelayError) as error:
@@ -104,6 +106,8 @@ class EngineModel:
                 f"kv_load_failure_policy is {load_failure_policy!r}; it must be 'recompute', or a source that cannot "
                 "be read becomes an error of the request"
             )
+        if self.paged_dtype not in ("auto", self.layout.dtype):
+            raise SettingsError(f"vLLM keeps KV as {self.paged_dtype}; kvrelay moves it as {self.layout.dtype} only")
         if reason := refusal_of(kv_cache_config):
             raise SettingsError(f"kvrelay's connector cannot serve {self.name}: {reason}")
 

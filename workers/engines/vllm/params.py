@@ -47,8 +47,8 @@ class TransferParams(Request):
 
 
 class TransferReport(Reply):
-    """`loaded_tokens` of the prompt came out of tickets; `refused` says why nothing (more) did, or why nothing was
-    published. `ticket` lends what was published."""
+    """`loaded_tokens` of the prompt came out of tickets, now or for an earlier request that named the same. `refused`
+    says why nothing (more) did, or why nothing was published. `ticket` lends what was published."""
 
     loaded_tokens: int = 0
     refused: str | None = None

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from workers.api.errors import KvrelayError
 from workers.engines.vllm.params import Publish, TransferParams, TransferReport, parse
 from workers.engines.vllm.plan import (
-    MIN_TOKENS,
     Part,
     Target,
     check_prompt,
@@ -67,6 +66,7 @@ class RequestState:
     refused: str | None = None
     load: Load | None = None  # into the blocks that were allocated last
     is_loading: bool = False  # the next step is to do it
+    found: int = 0  # tokens of it that vLLM has from an earlier request, under the same salt
     loaded_tokens: int = 0
     saving: Saving | None = None
 
@@ -137,17 +137,18 @@ class SchedulerSide:
     def matched(self, request_id: str, num_computed: int) -> int:
         """Tokens to be loaded behind the first `num_computed`. Synchronously, so nothing is ever waited for."""
         state = self._states.get(request_id)
-        if state is None or state.end - num_computed < MIN_TOKENS:
+        if state is None:
             return 0
-        return state.end - num_computed
+        state.found = min(num_computed, state.end)
+        return state.end - state.found
 
     def allocated(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
         """`num_tokens` of what `matched` offered go into the sequence's `blocks`."""
         state = self._states.get(request_id)
-        if state is None or not num_tokens:
+        if state is None:
             return
+        state.loaded_tokens, state.is_loading = state.found + num_tokens, num_tokens > 0
         needed = blocks_for(state.end, self._block_tokens)
-        state.loaded_tokens, state.is_loading = state.end, True
         state.load = Load(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks[:needed]))
 
     def step(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepWork:

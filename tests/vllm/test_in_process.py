@@ -1,0 +1,222 @@
+"""The connector in vLLM itself: what was loaded answers as what was read, and reaches nobody else. In one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mappers
+from mappers.cache import KVCache
+from mappers.fingerprint import fingerprint
+from mappers.models import read, run
+from tests.vllm.conftest import BLOCK_TOKENS as BLOCK
+from tests.vllm.support import params
+from tests.workers.engines import tiny
+from tests.workers.engines.tiny import random_tokens
+from tests.workers.pool.support import SALT
+from workers.api.schemas import KVLayout, Ticket
+from workers.engines.vllm.moving import Sources
+from workers.engines.vllm.params import TransferReport
+from workers.pool.arena import create_arena, new_epoch
+from workers.pool.pool import Pool
+from workers.pool.tickets import TicketOffice
+
+NUM = 6
+TOLERANCE = 1e-4  # float32 sums in another order
+
+pytestmark = [
+    pytest.mark.usefixtures("installed"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+    report: TransferReport
+    num_cached: int
+
+
+@pytest.fixture
+def ask(llm: Any) -> Any:
+    from vllm import SamplingParams
+
+    def answer(prompt: Sequence[int], transfer: Any = None, num: int = NUM, salt: str | None = None) -> Answer:
+        extra = {"kv_transfer_params": transfer} if transfer is not None else None
+        sampling = SamplingParams(
+            temperature=0, max_tokens=num, logprobs=0, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        given: dict[str, Any] = {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
+        output = llm.generate([given], sampling, use_tqdm=False)[0]
+        written = output.outputs[0]
+        return Answer(
+            list(written.token_ids),
+            [entry[token].logprob for token, entry in zip(written.token_ids, written.logprobs, strict=True)],
+            TransferReport.model_validate(output.kv_transfer_params or {}),
+            output.num_cached_tokens,
+        )
+
+    return answer
+
+
+_salts = itertools.count()
+
+
+def fresh() -> str:
+    """A salt under which vLLM has nothing yet."""
+    return f"fresh-{next(_salts)}"
+
+
+@dataclass
+class Peer:
+    """A worker's pool, and the tickets on it."""
+
+    pool: Pool
+    office: TicketOffice
+
+    def ticket(self, token_ids: Sequence[int], kv: KVCache) -> Ticket:
+        entry = self.pool.store(tuple(token_ids), kv, SALT, ttl_s=600)
+        return self.office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
+
+
+def peer_of(folder: Path, num_layers: int, block_tokens: int) -> Peer:
+    layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype="float32")
+    arena = create_arena("shm", layout, 2**24, worker="test-vllm-peer", epoch=new_epoch())
+    pool = Pool(arena, fingerprint(folder))
+    return Peer(pool, TicketOffice(pool, folder.name))
+
+
+@pytest.fixture
+def small(small_folder: Path) -> Iterator[Peer]:
+    peer = peer_of(small_folder, 2, block_tokens=20)
+    yield peer
+    peer.pool.close()
+
+
+@pytest.fixture
+def large(folder: Path) -> Iterator[Peer]:
+    peer = peer_of(folder, 3, block_tokens=16)
+    yield peer
+    peer.pool.close()
+
+
+def assert_answers_alike(left: Answer, right: Answer) -> None:
+    assert left.token_ids == right.token_ids
+    assert left.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK + 5, 8 * BLOCK, 300])
+def test_what_is_published_is_the_models_kv_and_answers_as_what_was_read(
+    ask: Any, folder: Path, num_tokens: int
+) -> None:
+    ids = random_tokens(num_tokens + 40, seed=num_tokens)
+    native = ask(ids, salt=fresh())
+    published = ask(ids[:num_tokens], params(publish=True), num=1).report.ticket
+    assert published is not None and published.num_tokens == num_tokens
+    sources = Sources()
+    kv = sources.reader(published).read(published.blocks, published.generations, 0, num_tokens)
+    expected = read(tiny.reference(folder), ids[:num_tokens])
+    for found, wanted in zip(kv.keys + kv.values, expected.keys + expected.values, strict=True):
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    sources.close()
+    loaded = ask(ids, params(published))
+    assert loaded.report.loaded_tokens == num_tokens
+    assert_answers_alike(loaded, native)
+
+
+@pytest.mark.parametrize("num_tokens", [3 * BLOCK, 3 * BLOCK + 7])
+def test_another_documents_kv_never_reaches_an_exact_request(
+    ask: Any, large: Peer, folder: Path, num_tokens: int
+) -> None:
+    ids, other = random_tokens(num_tokens, seed=1), random_tokens(num_tokens, seed=2)
+    question = random_tokens(20, seed=3)
+    wrong = large.ticket(ids, read(tiny.reference(folder), other))
+    poisoned = ask([*ids, *question], params(wrong))
+    native = ask([*ids, *question])
+    again = ask([*ids, *question], params(wrong))
+    assert poisoned.report.loaded_tokens == num_tokens
+    assert poisoned.logprobs != pytest.approx(native.logprobs, abs=0.1)
+    assert_answers_alike(again, poisoned)
+    reference = tiny.greedy(tiny.reference(folder), [*ids, *question], NUM)
+    assert native.token_ids[: len(reference)] == reference
+
+
+@pytest.mark.parametrize("head", [4, BLOCK + 1])
+def test_native_head_and_mapped_rest_answer_as_the_replay(
+    ask: Any, small: Peer, small_folder: Path, folder: Path, bundle: Path, head: int
+) -> None:
+    ids, tail = random_tokens(150, seed=7), 30
+    handed = len(ids) - tail
+    source = small.ticket(ids[:handed], read(tiny.reference(small_folder), ids[:handed]))
+    own = ask(ids[:head], params(publish=True), num=1).report.ticket
+    answer = ask(ids, params(own, source))
+    assert answer.report.loaded_tokens == handed
+    model = tiny.reference(folder)
+    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, ids, handed, head)
+    written: list[int] = []
+    for _ in range(NUM):
+        _, hidden = run(model, (ids + written)[handed:], cache)
+        written.append(int(model.lm_head(hidden[-1]).argmax()))
+    assert answer.token_ids == written
+
+
+@pytest.mark.parametrize("lost", ["all", "later blocks"])
+def test_a_source_that_cannot_be_read_is_computed_and_nothing_loops(
+    ask: Any, large: Peer, small: Peer, small_folder: Path, folder: Path, lost: str
+) -> None:
+    ids = random_tokens(200, seed=11)
+    reference = read(tiny.reference(folder), ids[:96])
+    first = large.ticket(ids[:96], reference)
+    gone = small.ticket(ids[:180], read(tiny.reference(small_folder), ids[:180]))
+    small.pool.close()
+    given = params(gone) if lost == "all" else params(first, gone)
+    answer = ask(ids, given)
+    assert_answers_alike(answer, ask(ids, salt=fresh()))
+    assert answer.report.loaded_tokens == (0 if lost == "all" else 96)
+    assert answer.report.refused
+    assert answer.num_cached >= answer.report.loaded_tokens  # vLLM goes on counting what failed; the report does not
+
+
+@pytest.mark.parametrize("bad", [{"cache_id": 5}, {"tenant_salt": SALT, "load": 5}, {"tenant_salt": None}], ids=str)
+def test_bad_parameters_kill_no_engine(ask: Any, bad: Any) -> None:
+    ids = random_tokens(60, seed=13)
+    answer = ask(ids, bad)
+    assert answer.report.refused
+    assert_answers_alike(answer, ask(ids, salt=fresh()))
+
+
+def test_all_of_a_prompt_at_hand_leaves_one_token_to_compute(ask: Any, large: Peer, folder: Path) -> None:
+    ids = random_tokens(4 * BLOCK, seed=17)
+    answer = ask(ids, params(large.ticket(ids, read(tiny.reference(folder), ids))))
+    assert answer.report.loaded_tokens == len(ids) - 1
+    assert_answers_alike(answer, ask(ids, salt=fresh()))
+
+
+def test_requests_with_different_caches_run_together(llm: Any, large: Peer, folder: Path) -> None:
+    from vllm import SamplingParams
+
+    prompts = [random_tokens(140 + 9 * i, seed=20 + i) for i in range(4)]
+    model = tiny.reference(folder)
+    tickets = [large.ticket(ids[:-20], read(model, ids[:-20])) for ids in prompts]
+    samplings = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=NUM,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params(ticket)},
+        )
+        for ticket in tickets
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], samplings, use_tqdm=False)
+    for ids, output in zip(prompts, outputs, strict=True):
+        assert output.kv_transfer_params["loaded_tokens"] == len(ids) - 20
+        expected = tiny.greedy(model, ids, NUM)
+        assert list(output.outputs[0].token_ids)[: len(expected)] == expected
