@@ -19,6 +19,7 @@ from workers.api.client import WorkerClient
 from workers.api.errors import ModelNotFound
 
 DOWN_POLL_S = 0.25
+AFFINITY_SLACK = 4  # calls under way: for a prefix that it has read, a worker may be so much busier than another
 BOUNDS = ("limits", "breaker", "deadlines")  # settings that gates, circuits and workers are made of
 
 log = structlog.get_logger()
@@ -38,11 +39,14 @@ class Tier:
         return any(worker.is_usable and worker.info is not None for worker in self.workers.values())
 
     def pick(self, preferred: str | None = None, avoid: Collection[str] = ()) -> Worker:
-        """The preferred worker where it is usable, else the least busy one. Raises `NoUsableWorker`."""
+        """The preferred worker where it is usable and not much busier than another, else the least busy one; of several
+        such the one that was asked least. Raises `NoUsableWorker`."""
         usable = [worker for worker in self.workers.values() if worker.is_usable and worker.id not in avoid]
         if not usable:
             raise NoUsableWorker(f"no worker of tier {self.name} is usable now", retry_after_s=2.0)
-        return min(usable, key=lambda worker: (worker.id != preferred, worker.num_in_flight))
+        least = min(usable, key=lambda worker: (worker.num_in_flight, worker.num_begun))
+        favourite = next((worker for worker in usable if worker.id == preferred), least)
+        return favourite if favourite.num_in_flight <= least.num_in_flight + AFFINITY_SLACK else least
 
 
 class Fleet:

@@ -60,7 +60,8 @@ class Worker:
         self.transfers = transfers
         self.info: WorkerInfo | None = None
         self.epoch: str | None = None
-        self.num_in_flight = 0
+        self.num_in_flight = 0  # calls, other than looks
+        self.num_begun = 0
         self.is_drained = False  # an operator wants it left alone
         self._on_restart = on_restart
         self._gate = gate
@@ -161,6 +162,7 @@ class Worker:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         self.num_in_flight += 1
+        self.num_begun += 1
         try:
             yield
         finally:
