@@ -1,0 +1,214 @@
+"""Tokens a second of one worker, of 1 and of 4 chats at once, against transformers' own `generate` called in turn.
+
+    python benchmarks/throughput.py --json throughput.json
+
+    worker      chat 0 |─ reads ─|─ writes ─ ─ ─ ─ ─|         through its HTTP API, as streams; what is counted is
+                chat 1 |      ─ reads ─|─ writes ─ ─ ─|       the time from the first request to the last answer's end
+    generate    |─ chat 0 ─────────|─ chat 1 ─────────|       in this process, on the same prompts' tokens
+
+Both write greedily, with as many threads as there are cores and no prefix cache, each up to `--tokens` tokens for a
+prompt of `--length`; the arms take turns on the same chats. Medians over the repeats. On `smol` it takes three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import torch
+
+from gateway.commands import family
+from gateway.commands.documents import Documents
+from gateway.commands.files import add_json_option, write_json
+from gateway.commands.machine import commit, machine
+from gateway.commands.stack import Stack, StackError, stop_on_signals
+from gateway.commands.table import render
+from mappers.models import load_model, load_tokenizer
+from workers.api.client import WorkerClient
+from workers.api.errors import KvrelayError
+from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, StreamOptions
+
+ARMS = ("worker", "generate")
+QUESTION = "Tell in full what is said about the third entry, and what you make of it."
+SALT = "0" * 16
+TIMEOUT_S = 300.0
+
+Talk = list[Message]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """So many chats, answered by one arm."""
+
+    arm: str
+    chats: int
+    repeat: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    same_answers: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", default=family.DEFAULT_FAMILY)
+    parser.add_argument("--chats", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
+    parser.add_argument("--length", type=int, default=256, help="tokens of a prompt, about (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    add_json_option(parser, "all rows and the medians")
+    options = parser.parse_args(argv)
+    stop_on_signals()
+    try:
+        rows = _run(options)
+    except (StackError, KvrelayError, httpx.HTTPError) as error:
+        print(f"throughput: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    found = summary(rows)
+    report = {"machine": machine(), "commit": commit(), "rows": [asdict(row) for row in rows], "summary": found}
+    write_json(options.json, report)
+    print(_table(found))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> list[Row]:
+    folders = family.prepare(options.family)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with TemporaryDirectory(prefix="kvrelay-throughput-") as scratch:
+        config = family.configuration(options.family, folders)
+        secret = family.cluster_secret(Path(scratch) / "secret")
+        with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
+            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
+            url, password = stack.workers["large-0"].url, secret.read_text().strip()
+            documents = Documents(url, password)
+
+            def talk(name: str) -> Talk:
+                document = documents.of_length(options.length, name)
+                return [Message(role="system", content=document), Message(role="user", content=QUESTION)]
+
+            async def measured() -> list[Row]:
+                async with WorkerClient(url, password) as client:
+                    return await measure(
+                        client, Plain(folders["large"]), talk, options.chats, options.tokens, options.repeats
+                    )
+
+            return asyncio.run(measured())
+
+
+class Plain:
+    """transformers' own `generate`, over a model that it loaded itself."""
+
+    def __init__(self, folder: str | Path):
+        self._model = load_model(folder)
+        self._tokenizer = load_tokenizer(folder)
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        ids = torch.tensor([list(prompt)])
+        written = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=self._tokenizer.eos_token_id,
+        )[0, len(prompt) :]
+        return Answer(self._tokenizer.decode(written, skip_special_tokens=True), len(written))
+
+
+async def measure(
+    client: WorkerClient,
+    plain: Plain,
+    talk: Callable[[str], Talk],
+    chats: Sequence[int],
+    max_tokens: int,
+    repeats: int,
+) -> list[Row]:
+    """`talk(name)` is a conversation of its own for each name. Raises `KvrelayError`."""
+    rows: list[Row] = []
+    for repeat in range(-1, repeats):  # the first does not count: nobody is to pay for first-time allocations
+        for num_chats in chats:
+            talks = [talk(f"{repeat} {num_chats} {n}") for n in range(num_chats)]
+            prompts = [(await client.tokenize(Prompt(messages=one), timeout_s=TIMEOUT_S)).token_ids for one in talks]
+            answers, seconds = {}, {}
+            for arm in ARMS if repeat % 2 else reversed(ARMS):
+                began = time.perf_counter()
+                if arm == "worker":
+                    answers[arm] = await asyncio.gather(*(_asked(client, one, max_tokens) for one in talks))
+                else:
+                    answers[arm] = [plain.answer(prompt, max_tokens) for prompt in prompts]
+                seconds[arm] = time.perf_counter() - began
+            rows += [_row(arm, num_chats, repeat, answers, seconds[arm]) for arm in ARMS if repeat >= 0]
+        print(f"  repeat {repeat + 1}/{repeats}", flush=True)
+    return rows
+
+
+async def _asked(client: WorkerClient, talk: Talk, max_tokens: int) -> Answer:
+    request = ChatRequest(
+        messages=talk,
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options=StreamOptions(include_usage=True),
+        kv_transfer_params=KVTransferParams(reuse=False, store=False),
+        tenant_salt=SALT,
+    )
+    chunks = [chunk async for chunks in client.chat_stream(request, timeout_s=TIMEOUT_S) for chunk in chunks]
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    return Answer(text, chunks[-1]["usage"]["completion_tokens"])
+
+
+def _row(arm: str, chats: int, repeat: int, answers: dict[str, Sequence[Answer]], seconds: float) -> Row:
+    tokens = sum(answer.num_tokens for answer in answers[arm])
+    same = sum(ours == theirs for ours, theirs in zip(*answers.values(), strict=True))
+    return Row(arm, chats, repeat, tokens, seconds, tokens / seconds, same)
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Medians by the number of chats: tokens a second of both arms, and how often the worker's are those of generate;
+    and how many of the answers were the same."""
+    return [_of_chats([row for row in rows if row.chats == chats]) for chats in sorted({row.chats for row in rows})]
+
+
+def _of_chats(rows: Sequence[Row]) -> dict[str, Any]:
+    rates = {arm: statistics.median(row.tokens_per_s for row in rows if row.arm == arm) for arm in ARMS}
+    answered = [row for row in rows if row.arm == ARMS[0]]
+    return {
+        "chats": rows[0].chats,
+        "worker_tokens_per_s": rates["worker"],
+        "generate_tokens_per_s": rates["generate"],
+        "ratio": rates["worker"] / rates["generate"],
+        "answers": sum(row.chats for row in answered),
+        "same_answers": sum(row.same_answers for row in answered),
+    }
+
+
+def _table(found: Sequence[dict[str, Any]]) -> str:
+    head = ["chats", "worker tokens/s", "generate tokens/s", "ratio", "same answers"]
+    rows = [
+        [one["chats"], one["worker_tokens_per_s"], one["generate_tokens_per_s"], f"{one['ratio']:.2f}"]
+        + [f"{one['same_answers']}/{one['answers']}"]
+        for one in found
+    ]
+    return "\n" + render(head, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

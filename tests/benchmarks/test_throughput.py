@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.throughput import ARMS, Plain, Row, Talk, main, measure, summary
+from tests.workers.engines import tiny
+from tests.workers.server.support import serving
+from workers.api.schemas import Message
+
+
+async def test_both_arms_write_the_same_answers(tmp_path: Path) -> None:
+    folder = tiny.model_folder(tmp_path / "model")
+
+    def talk(name: str) -> Talk:
+        return [Message(role="user", content=f"The dog {name}?")]
+
+    async with serving(folder) as served:
+        rows = await measure(served.client, Plain(folder), talk, chats=[1, 3], max_tokens=6, repeats=2)
+    assert [(row.arm, row.chats, row.repeat) for row in rows] == [
+        (arm, chats, repeat) for repeat in range(2) for chats in (1, 3) for arm in ARMS
+    ]
+    assert all(row.same_answers == row.chats and 0 < row.tokens <= 6 * row.chats for row in rows)
+    assert all(row.tokens_per_s == pytest.approx(row.tokens / row.seconds) for row in rows)
+
+
+def test_medians_of_each_number_of_chats() -> None:
+    rates = {("worker", 1): (10, 30, 20), ("generate", 1): (16, 8, 40), ("worker", 4): (60,), ("generate", 4): (20,)}
+    rows = [
+        Row(arm, chats, repeat, 64, 1.0, rate, chats - repeat % 2)
+        for (arm, chats), given in rates.items()
+        for repeat, rate in enumerate(given)
+    ]
+    one, four = summary(rows)
+    assert (one["chats"], one["worker_tokens_per_s"], one["generate_tokens_per_s"], one["ratio"]) == (1, 20, 16, 1.25)
+    assert (one["answers"], one["same_answers"]) == (3, 2)
+    assert (four["chats"], four["ratio"], four["same_answers"]) == (4, 3.0, 4)
+
+
+def test_a_family_that_is_not_there_ends_with_status_2() -> None:
+    assert main(["--family", "none"]) == 2
