@@ -18,7 +18,7 @@ bench: $(STAMP)
 
 test: $(STAMP) $(JS)/node_modules
 	@deploy/system-packages
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .

@@ -2,6 +2,9 @@
 
 `KVRELAY_REQUIRE=all` (as CI sets it) turns a missing tool into a failure. A GPU cannot be installed, nor the right
 to make network namespaces: without them, tests marked `gpu` and `hosts` are skipped, and counted at the end.
+
+Several processes may share the tests (pytest-xdist): a file stays together, for its fixtures, and so do those in e2e,
+which share a stack.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,15 +32,15 @@ INSTALL_LINES = {
 
 JS_PACKAGES = Path(__file__).parent / "gateway" / "js" / "node_modules"
 
-_missing = pytest.StashKey[dict[str, str]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_missing] = {}
+INSTALL = "; install it with: "
+ELSEWHERE = {
+    "gpu": "needs a CUDA device",
+    "hosts": "needs network namespaces: root on Linux, with iproute2",
+}
 
 
 @pytest.fixture(scope="session")
-def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
+def require_tool() -> Callable[[str], str]:
     """`require_tool("redis-server")` is the tool's path; without the tool the test is skipped, or fails in CI."""
 
     def require(name: str) -> str:
@@ -44,10 +48,9 @@ def require_tool(pytestconfig: pytest.Config) -> Callable[[str], str]:
         if path is not None:
             return path
         install = INSTALL_LINES[name]
-        pytestconfig.stash[_missing][name] = install
         if os.environ.get("KVRELAY_REQUIRE") == "all":
-            pytest.fail(f"{name} is missing and KVRELAY_REQUIRE=all; install it with: {install}")
-        pytest.skip(f"{name} is missing; install it with: {install}")
+            pytest.fail(f"{name} is missing and KVRELAY_REQUIRE=all{INSTALL}{install}")
+        pytest.skip(f"{name} is missing{INSTALL}{install}")
 
     return require
 
@@ -60,16 +63,16 @@ def _node() -> str | None:
     return str(Path(wheel.origin).parent / "bin" / "node")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, is_there, what, where in (
-        ("gpu", _has_gpu, "needs a CUDA device", "run them on a machine with a CUDA device"),
-        ("hosts", _can_make_hosts, "needs network namespaces", "run them as root on Linux, with iproute2"),
-    ):
+@pytest.hookimpl(tryfirst=True)  # before xdist asks for the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "e2e" else str(item.path)))
+    for marker, is_there in (("gpu", _has_gpu), ("hosts", _can_make_hosts)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and not is_there():
-            config.stash[_missing][f"{len(marked)} tests marked {marker}"] = where
             for item in marked:
-                item.add_marker(pytest.mark.skip(reason=what))
+                item.add_marker(pytest.mark.skip(reason=ELSEWHERE[marker]))
 
 
 def _has_gpu() -> bool:
@@ -87,10 +90,12 @@ def _can_make_hosts() -> bool:
     return subprocess.run(tried, capture_output=True, check=False).returncode == 0
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    missing = config.stash[_missing]
-    if not missing:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    wanting = {why: count for why, count in reasons.items() if why in ELSEWHERE.values() or INSTALL in why}
+    if not wanting:
         return
     terminalreporter.section("tests that did not run for want of a tool")
-    for name, install in sorted(missing.items()):
-        terminalreporter.write_line(f"{name}: {install}")
+    for why, count in sorted(wanting.items()):
+        terminalreporter.write_line(f"{count} tests: {why}")
