@@ -6,11 +6,14 @@ It follows the file: a change that can be used is, without a request being lost;
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import orjson
 import structlog
 from pydantic import ValidationError
 
@@ -65,13 +68,18 @@ def _settings(asked: argparse.Namespace) -> Settings:
 def _log_to_stderr() -> None:
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(serializer=_json),
         ],
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.BytesLoggerFactory(file=sys.stderr.buffer),
+        cache_logger_on_first_use=True,
     )
+
+
+def _json(event: structlog.typing.EventDict, default: Callable[[Any], Any]) -> bytes:
+    return orjson.dumps(event, default=default, option=orjson.OPT_NON_STR_KEYS)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ class Account:
         if turn.escalated_at is not None and not self._is_by_small(stream):
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
 
-    async def timed(self, stream: Stream) -> AsyncIterator[Chunk]:
-        """Its chunks, with the time between them measured."""
+    async def timed(self, stream: Stream) -> AsyncIterator[list[Chunk]]:
+        """Its chunks as they came, with the time between them measured."""
         before = stream.last_at
-        async for chunk in stream:
+        async for piece in stream:
             if stream.last_at > before:
                 self._metrics.inter_token_latency.labels(stream.worker.tier).observe(stream.last_at - before)
             before = stream.last_at
-            yield chunk
+            yield piece
 
     async def ended(self, stream: Stream) -> None:
         """The extended cache, for the turn after; and what the worker told of its work."""

@@ -13,6 +13,7 @@ from gateway.document import document
 from gateway.middleware import Bounds, Trace
 from gateway.reload import Source, following
 from gateway.routes import admin, caches, chat, health, models
+from gateway.routes.direct import Direct
 from gateway.routes.replies import install_error_replies
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
@@ -45,6 +46,7 @@ def create_app(
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     app.state.gateway = gateway
     app.state.source = source
+    app.add_middleware(Direct, posts=chat.DIRECT)
     app.add_middleware(Bounds)
     app.add_middleware(Trace, gateway=gateway)
     for routes in (chat, caches, models, health, admin):

@@ -24,7 +24,7 @@ from gateway.answers import Answers
 from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
-from gateway.gathered import Chunk
+from gateway.gathered import Chunk, Gathered
 from gateway.native import Native
 from gateway.policies import Token, Verdict
 from gateway.reading import Reader
@@ -39,7 +39,8 @@ GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens
 
 
 class Cascade:
-    """One request. `chunks()` runs once, in one task; closing it hangs up on whatever worker is at it."""
+    """One request. Either `pieces()` or `whole()` runs, once and in one task; ending it early hangs up on whatever
+    worker is at it."""
 
     def __init__(self, course: Course):
         self.course = course
@@ -56,24 +57,33 @@ class Cascade:
         course = self.course.aimed_at(tier)
         return Takeover(course, self._account, self._reader, Native(course, self._answers, self._account))
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """The answering worker's chunks. By the first one `turn.report` names tier and path, by the end all else."""
+    async def pieces(self) -> AsyncGenerator[list[Chunk], None]:
+        """The answering worker's chunks, as many at a time as came together. By the first `turn.report` names tier and
+        path, by the end all else."""
+        async with self._under_way() as stream:
+            async for piece in self._account.timed(stream):
+                yield piece
+            await self._account.ended(stream)
+
+    async def whole(self) -> Gathered:
+        """The same answer in one piece."""
+        async with self._under_way() as stream:
+            stream = await self._read_out(stream)
+            await self._account.ended(stream)
+            return stream.answer
+
+    @asynccontextmanager
+    async def _under_way(self) -> AsyncIterator[Stream]:
+        """An answer that has begun, within the tenant's share; what the turn has cost is charged in the end."""
+        answers = self._answers
         with self._parts.shares.one(self._turn.tenant.name):
             try:
-                async with self._answers, self._closing():
+                async with answers, self._closing():
                     await self.course.look_up()
                     stream = await self._ROUTES[self.course.decision.route](self)
                     self._account.began(stream)
-                    if self._turn.request.stream:
-                        async for chunk in self._account.timed(stream):
-                            yield chunk
-                    else:
-                        stream, whole = await self._whole(stream)
-                        for chunk in whole:
-                            yield chunk
-                    await self._account.ended(stream)
+                    yield stream
             finally:
-                answers = self._answers
                 read, written = answers.num_read_once, answers.num_written
                 await self._parts.spent(self._turn.tenant, read, written, by_tier=answers.by_tier)
 
@@ -85,16 +95,18 @@ class Cascade:
             for takeover in self._takeovers:
                 await takeover.aclose()
 
-    async def _whole(self, stream: Stream) -> tuple[Stream, list[Chunk]]:
-        """All of an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
-        yet: there may be another way to answer."""
+    async def _read_out(self, stream: Stream) -> Stream:
+        """Reads an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
+        yet: there may be another way to answer, which is then returned, read out as well."""
         while True:
             instead = self._native.instead_of(stream)
             if instead is not None:
                 stream.max_gap_s = min(self._times.token_gap_s, GAP_SHARE * self._turn.deadline.remaining_s)
             try:
                 with self._turn.upstream("stream"):
-                    return stream, [chunk async for chunk in self._account.timed(stream)]
+                    async for _ in self._account.timed(stream):
+                        pass
+                return stream
             except KvrelayError as error:
                 if instead is None or self._turn.deadline.remaining_s <= 0:
                     raise

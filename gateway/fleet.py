@@ -154,7 +154,7 @@ class Fleet:
             tier,
             max_running=self._settings.limits.max_concurrency_per_tier,
             max_waiting=self._settings.limits.max_queue_per_tier,
-            on_change=lambda running, waiting: self._metrics.tier_load(tier, running, waiting),
+            on_change=self._metrics.tier_load(tier),
         )
 
     def _tier(self, tier: TierSettings) -> Tier:

@@ -41,7 +41,10 @@ class Gate:
             self._count(running=-1)
 
     async def _enter(self, deadline: Deadline) -> None:
-        if self._slots.locked() and self._waiting >= self._max_waiting:
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return
+        if self._waiting >= self._max_waiting:
             raise Overloaded(f"the {self._name} tier's queue of {self._max_waiting} is full", retry_after_s=1.0)
         self._count(waiting=1)
         try:

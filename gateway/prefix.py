@@ -9,7 +9,6 @@ apart, the model keeps models apart.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Chain:
 
 
 def _link(key: bytes, before: bytes, content: bytes) -> str:
-    return hmac.new(key, before + b"|" + content, hashlib.sha256).hexdigest()
+    return hmac.digest(key, before + b"|" + content, "sha256").hex()
 
 
 def num_stable(messages: Sequence[Message]) -> int:
@@ -81,6 +80,8 @@ def num_stable(messages: Sequence[Message]) -> int:
 
 def plain(message: Message) -> Message:
     """The message as workers get it: content as one text, no mark."""
+    if isinstance(message.content, str) and not _is_marked(message):
+        return message
     fields = message.model_dump(exclude_none=True, exclude={MARK})
     if message.content is not None:
         fields["content"] = message.text

@@ -71,18 +71,15 @@ class TextShape(ChatShape):
         return as_text_logprobs(self._cut(tokens), offset)
 
 
-async def completion(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> Body:
+def completion(turn: Turn, gathered: Gathered) -> Body:
     """The whole answer, as one completion."""
-    gathered, shape = Gathered(), _shape(turn)
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            gathered.add(chunk)
+    shape = _shape(turn)
     choice = {"index": 0} | shape.whole_choice(gathered) | {"finish_reason": gathered.finish_reason or "stop"}
     head = _head(turn, shape, shape.whole)
     return head | {"choices": [choice], "usage": _usage(turn, gathered.usage), "kvrelay": turn.report.told()}
 
 
-async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[bytes, None]:
+async def frames(turn: Turn, pieces: AsyncGenerator[list[Chunk], None]) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events. What goes wrong before the first is raised; later it is one error frame.
 
     What ends the answer (finish reason, usage) is held back until all is over: the last chunk carries `kvrelay`.
@@ -90,15 +87,19 @@ async def frames(turn: Turn, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenera
     head: Body | None = None
     ending, shape = Gathered(), _shape(turn)
     finish: list[Body] = []
-    async with aclosing(chunks):
+    async with aclosing(pieces):
         try:
-            async for chunk in chunks:
+            async for piece in pieces:
                 head = head or _head(turn, shape, shape.chunk)
-                ending.add(chunk)
-                choices = [_choice(shape, choice) for choice in chunk.get("choices") or ()]
-                finish.extend(choice for choice in choices if choice["finish_reason"])
-                if choices and not finish:
-                    yield sse(head | {"choices": choices})
+                told = []
+                for chunk in piece:
+                    ending.add(chunk)
+                    choices = [_choice(shape, choice) for choice in chunk.get("choices") or ()]
+                    finish.extend(choice for choice in choices if choice["finish_reason"])
+                    if choices and not finish:
+                        told.append(sse(head | {"choices": choices}))
+                if told:
+                    yield b"".join(told)
         except Exception as error:
             if head is None:
                 raise

@@ -15,6 +15,7 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import structlog
 import uvicorn
@@ -25,6 +26,8 @@ from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 
+QUIET: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+
 log = structlog.get_logger()
 
 
@@ -32,7 +35,7 @@ class Server(uvicorn.Server):
     """uvicorn, with a grace before it stops, and a file that tells where it listens."""
 
     def __init__(self, app: FastAPI, ready_file: Path | None):
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+        super().__init__(uvicorn.Config(app, loop="uvloop", http="httptools", ws="none", proxy_headers=False, **QUIET))
         self._gateway: Gateway = app.state.gateway
         self._source: Source | None = app.state.source
         self._ready_file = ready_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.deadline import Deadline
@@ -123,8 +123,9 @@ class Report:
         return self.path.startswith("fallback:")
 
     def told(self) -> dict[str, Any]:
-        told = asdict(self)
-        if told["explained"] is None:
+        told = dict(vars(self))
+        del told["_small_cached"]
+        if self.explained is None:
             del told["explained"]
         return told
 

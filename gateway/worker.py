@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -31,6 +32,7 @@ POLL_TIMEOUT_S = 2.0
 MISSES_UNTIL_DOWN = 2  # one late answer on a busy machine is no reason to leave a worker out
 EWMA_WEIGHT = 0.3
 ASSUMED_MAP_SPEEDUP = 10  # of mapping over reading, until it is measured
+ALL = sys.maxsize  # chunks
 MIN_MEASURED_TOKENS = 32  # fewer tell more of the overhead than of the rate
 
 
@@ -180,7 +182,7 @@ class Stream:
     ):
         self.worker = worker
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
-        self.last_at = 0.0  # its latest chunk
+        self.last_at = 0.0  # when something came last
         self.has_ended = False
         self.max_gap_s: float | None = None  # between two chunks; None: up to the deadline
         self.answer = Gathered()
@@ -188,7 +190,7 @@ class Stream:
         self._attempt = attempt
         self._deadline = deadline
         self._arrived: deque[Chunk] = deque()  # together with the latest that was read
-        self._held: deque[Chunk] = deque()
+        self._held: list[Chunk] = []
         self._opened = AsyncExitStack()
 
     def owns(self, opened: AsyncExitStack) -> None:
@@ -213,40 +215,55 @@ class Stream:
         await self._pull(by)
         return True
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+        """As many chunks at a time as came together."""
         while self._held or not self.has_ended:
-            while self._held:
-                yield self._held.popleft()
-            if not self.has_ended:
-                await self._pull(self._deadline if self.max_gap_s is None else Deadline.after(self.max_gap_s))
+            if self._held:
+                piece, self._held = self._held, []
+                yield piece
+            else:
+                await self._pull(self._deadline if self.max_gap_s is None else Deadline.after(self.max_gap_s), most=ALL)
 
     async def aclose(self) -> None:
         """Hangs up where the answer is not yet whole, and gives the place back."""
         await self._opened.aclose()
 
-    async def _pull(self, by: Deadline) -> None:
+    async def _pull(self, by: Deadline, *, most: int = 1) -> None:
+        """Holds what comes next, at most so many chunks. At the end there is nothing."""
         try:
             if not self._arrived:
-                chunks = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
-                self._arrived.extend(chunks or ())
-            if not self._arrived:
-                self.has_ended = True
-                await self.aclose()  # its place is free, whatever becomes of the answer
-                return
-            chunk = self._arrived.popleft()
-            self._read(chunk)
+                await self._wait(by)
+            self._take(most)
         except KvrelayError as error:
             self._attempt.end(error)
             await self.aclose()
             raise
-        self._held.append(chunk)
+
+    async def _wait(self, by: Deadline) -> None:
+        chunks = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
+        self.last_at = time.monotonic()
+        if chunks is None:
+            self.has_ended = True
+            await self.aclose()  # its place is free, whatever becomes of the answer
+        else:
+            self._arrived.extend(chunks)
+
+    def _take(self, most: int) -> None:
+        """What comes before a chunk that is none is told first."""
+        for taken in range(min(most, len(self._arrived))):
+            try:
+                self._read(self._arrived[0])
+            except WorkerUnavailable:
+                if taken:
+                    return
+                raise
+            self._held.append(self._arrived.popleft())
 
     def _read(self, chunk: Chunk) -> None:
         try:
             self.answer.add(chunk)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none ({type(error).__name__})") from error
-        self.last_at = time.monotonic()
         if self.answer.has_content and self.first_at is None:
             self.first_at = self.last_at
             self._attempt.succeed()

@@ -32,6 +32,9 @@ async def text_completions(request: Request) -> Response:
     return await _answered(request, await _turn(request, TextCompletionRequest))
 
 
+DIRECT = {"/v1/chat/completions": chat_completions, "/v1/completions": text_completions}
+
+
 async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
     cascade = Cascade(await choose(snapshot.parts, turn))
@@ -50,14 +53,14 @@ async def _answered(request: Request, turn: Turn) -> Response:
 
 
 async def _whole(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
-    body = await hang_up.race(completion(turn, cascade.chunks()))
+    answer = await hang_up.race(cascade.whole())
     await hang_up.aclose()
-    return json_reply(body, headers=_headers(request, turn))
+    return json_reply(completion(turn, answer), headers=_headers(request, turn))
 
 
 async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
     """The status is held until there is content: what fails before is a real HTTP error."""
-    pump = Pump(frames(turn, cascade.chunks()))
+    pump = Pump(frames(turn, cascade.pieces()))
     try:
         first = await hang_up.race(pump.next())
     except BaseException:

@@ -23,7 +23,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 
 
 def install_error_replies(app: FastAPI) -> None:
-    app.add_exception_handler(KvrelayError, _on_error)
+    app.add_exception_handler(KvrelayError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
 
 
@@ -36,7 +36,7 @@ def no_such_route(request: Request) -> NotFound:
     return NotFound(f"{request.method} {request.url.path}: there is no such route")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvrelayError)
     if errors.for_client(error) is not error:
         log.warning("upstream_error", request_id=request.state.request_id, code=error.code, error=error.message)

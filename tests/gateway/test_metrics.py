@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.gateway.stack import MESSAGES, Stack, told
+from tests.gateway.stack import MESSAGES, Stack, live_stack, told
 
 EXPORTED = """
 requests_total time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
@@ -47,8 +47,16 @@ async def test_a_handoff_is_measured(stack: Stack) -> None:
     assert stack.metric("time_to_first_token_seconds_count", tier="large", path="mapped") == 1
     assert stack.metric("e2e_request_latency_seconds_count", tier="large") == 1
     assert stack.metric("overhead_seconds_count") == 1
-    assert stack.metric("inter_token_latency_seconds_count", tier="large") > 0
     assert stack.metric("requests_total", model="auto", status="200") == 1
+
+
+async def test_the_time_between_tokens_is_measured_as_they_come() -> None:
+    async with live_stack() as stack:
+        stack.large.answer, stack.large.token_s = "one two three", 0.05
+        for stream in (False, True):
+            await stack.chat(model="large", stream=stream)
+        count = stack.metric("inter_token_latency_seconds_count", tier="large")
+        assert count >= 4 and stack.metric("inter_token_latency_seconds_sum", tier="large") > 0.15
 
 
 async def test_decisions_are_counted_by_policy(stack: Stack) -> None:
