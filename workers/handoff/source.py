@@ -17,7 +17,7 @@ from typing import Any
 
 from mappers.cache import KVCache
 from workers.api.errors import CacheUnusable, DeadlineExceeded, KvrelayError
-from workers.api.schemas import Ticket
+from workers.api.schemas import PoolExport, Ticket
 from workers.handoff.target import HandoffTarget
 from workers.sharing import Job
 from workers.transports import choose
@@ -55,9 +55,8 @@ class Source:
         while self._ways:
             self._job.check()
             way = self._ways.pop(0)
-            get = partial(self._target.readers.get, self._peer, way, self._ticket.layout, deadline=self._job.deadline)
             try:
-                self._reader = await asyncio.to_thread(get)
+                self._reader = await asyncio.to_thread(self._open, way)
                 return
             except KvrelayError as error:
                 self._note(way.kind, error)
@@ -76,17 +75,21 @@ class Source:
 
     async def _use(self, reader: Reader, begin: int, end: int, use: Callable[[KVCache], None]) -> None:
         """Memory is read by the step that uses it, which others' steps cannot come between; what must be waited for is
-        not waited for there."""
+        not waited for there. A stream that another handoff has broken is opened anew."""
         if reader.waits:
-            chunk = await asyncio.to_thread(self._read, reader, begin, end, self._room)
+            again = partial(self._open, reader.export)
+            chunk = await asyncio.to_thread(self._read, again, begin, end, self._room)
             await self._target.run_step(partial(use, chunk))
         else:
-            await self._target.run_step(lambda: use(self._read(reader, begin, end)))
+            await self._target.run_step(lambda: use(self._read(lambda: reader, begin, end)))
 
-    def _read(self, reader: Reader, begin: int, end: int, room: Room | None = None) -> KVCache:
+    def _open(self, way: PoolExport) -> Reader:
+        return self._target.readers.get(self._peer, way, self._ticket.layout, deadline=self._job.deadline)
+
+    def _read(self, opened: Callable[[], Reader], begin: int, end: int, room: Room | None = None) -> KVCache:
         ticket, started = self._ticket, time.perf_counter()
         try:
-            return reader.read(
+            return opened().read(
                 ticket.blocks, ticket.generations, begin, end, deadline=self._job.deadline, room=room
             )
         except (CacheUnusable, DeadlineExceeded):

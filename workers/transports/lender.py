@@ -84,11 +84,11 @@ class Lender:
             self._closing = True
             serving = dict(self._serving)
         shut(self._listener, socket.SHUT_RDWR)  # wakes the acceptor
+        if self._acceptor.ident is not None:
+            self._acceptor.join()
         self._listener.close()
         for sock in serving.values():
             shut(sock, socket.SHUT_RD)  # whoever waits for a request says goodbye
-        if self._acceptor.ident is not None:
-            self._acceptor.join()
         self._join(serving, _GOODBYE_S)
         for sock in serving.values():
             shut(sock, socket.SHUT_RDWR)
@@ -102,13 +102,11 @@ class Lender:
     def _accept_for_ever(self) -> None:
         while not self._closing:
             try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
+                self._begin(self._listener.accept()[0])
+            except (OSError, RuntimeError) as error:
                 if not self._closing:
                     log.warning("a reader could not be accepted: %s", error)
-                    time.sleep(0.1)  # out of descriptors, say
-                continue
-            self._begin(sock)
+                    time.sleep(0.1)  # out of descriptors or threads, say
 
     def _begin(self, sock: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(sock,), name="kvrelay-lend-one", daemon=True)
@@ -116,8 +114,8 @@ class Lender:
             if self._closing or len(self._serving) >= self._max_connections:
                 sock.close()
                 return
-            self._serving[thread] = sock
             thread.start()
+            self._serving[thread] = sock
 
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel(sock, stall_s=self._stall_s)
@@ -126,7 +124,7 @@ class Lender:
             self._welcome(channel)
             while True:
                 self._answer(channel)
-        except KvrelayError as error:
+        except (KvrelayError, OSError) as error:
             log.info("a reader's stream ended: %s", error)
         finally:
             channel.close()

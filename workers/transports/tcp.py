@@ -59,16 +59,24 @@ class TcpReader(Reader):
         touched = self._touched(copy)
         self._channel.deadline = deadline
         try:
-            if self._channel.has_news():
-                self._receive(0)
+            self._check_in_step()
             self._channel.send(Kind.READ, pack_blocks(blocks[touched], generations[touched]))
             at = touched.start
             while at < touched.stop:
                 at += self._take_piece(copy, at, touched.stop)
         except (TransferFailed, DeadlineExceeded):
-            self._broken = True  # it may be in the middle of a frame
+            self._broken = True  # what is still to come belongs to this read, and no other may take it for its own
+            self._channel.interrupt()
             raise
         self._used_at = time.monotonic()
+
+    def _check_in_step(self) -> None:
+        """Nothing stands in the stream before a read asks. Raises what its owner said when it closed its pool."""
+        if self._broken:
+            raise TransferFailed("the stream broke off in another read")
+        if self._channel.has_news():
+            self._receive(0)
+            raise TransferFailed("blocks came that nobody had asked for")
 
     def _take_piece(self, copy: KVCache, first: int, last: int) -> int:
         """Copy the next blocks, which begin with the sequence's `first`, to their place; how many there were."""

@@ -121,6 +121,24 @@ async def test_a_stalled_way_keeps_to_the_deadline_and_nobody_elses_compute(lend
     assert max(waited) < 0.5
 
 
+async def test_a_stream_that_another_handoff_gave_up_is_opened_anew(lending: Lending) -> None:
+    lending.remove_file()
+    pair, peer = lending.pair, "small-0"
+    ticket = pair.office.ticket(pair.source.lease(pair.source_cache(8).cache_id, SALT, ttl_s=60))
+
+    def give_up(i: int) -> None:
+        """Another one's deadline passes while it reads over the same stream."""
+        if i == 5:
+            reader = pair.target.readers.get(peer, ticket.ways[1], ticket.layout)
+            with pytest.raises(DeadlineExceeded):
+                reader.read(ticket.blocks, ticket.generations, 0, 8, deadline=time.monotonic())
+
+    pair.before_steps(give_up)
+    reply = await lending.hand_over()
+    assert lending.failures == [("shm", "cache_stale")]
+    lending.check(reply)
+
+
 async def test_a_cache_that_was_written_since_is_looked_for_nowhere_else(lending: Lending) -> None:
     pair = lending.pair
     pair.before_steps(lambda i: pair.source.arena.generations.__iadd__(2) if i == 4 else None)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, transfer_request
-from tests.workers.server.test_process import Process
+from tests.workers.server.test_process import Process, wait_for
 from workers.api.client import WorkerClient
 from workers.api.errors import DeadlineExceeded, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
@@ -33,7 +33,7 @@ class Host:
         self._holder = subprocess.Popen(["unshare", "--net", "--mount", "sleep", "infinity"])
         self._link = f"kvr{os.getpid()}"
         pid = self._holder.pid
-        self._wait_for_namespace(pid)
+        wait_for(lambda: Path(f"/proc/{pid}/comm").read_text().strip() == "sleep", 10)  # it has its namespaces now
         self.launcher = ("nsenter", f"--target={pid}", "--net", "--mount")
         run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         run("ip", "address", "add", f"{self.ours}/30", "dev", self._link)
@@ -53,11 +53,6 @@ class Host:
         """The link goes with the namespace."""
         self._holder.kill()
         self._holder.wait()
-
-    def _wait_for_namespace(self, pid: int) -> None:
-        ours = os.readlink("/proc/self/ns/net")
-        while os.readlink(f"/proc/{pid}/ns/net") == ours:
-            assert self._holder.poll() is None
 
 
 def run(*command: str) -> None:

@@ -16,12 +16,15 @@ Way = Literal["to_owner", "to_reader"]
 @dataclass
 class Tap:
     """Forwards to the lender behind `export`, and keeps what passed. The byte at `flip` of that direction is changed;
-    from the byte at `stop` on nothing passes any more, and at `cut` the connection ends."""
+    from the byte at `stop` on nothing passes any more, from the byte at `wait` on not before the `gate` is open, and at
+    `cut` the connection ends."""
 
     behind: PoolExport
     flip: dict[Way, int] = field(default_factory=dict)
     stop: dict[Way, int] = field(default_factory=dict)
     cut: dict[Way, int] = field(default_factory=dict)
+    wait: dict[Way, int] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
     passed: dict[Way, bytearray] = field(
         default_factory=lambda: {"to_owner": bytearray(), "to_reader": bytearray()}
     )
@@ -69,6 +72,8 @@ class Tap:
                     content[at] ^= 1
                 if self.cut.get(way, 2**62) < begin + len(content):
                     break
+                if self.wait.get(way, 2**62) < begin + len(content):
+                    self.gate.wait(10)
                 there.sendall(content[: max(0, self.stop.get(way, 2**62) - begin)])
             for sock in (here, there):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A reader that crashes with its source's memory open takes nothing with it, and holds nothing for longer than a lease."""
+"""A reader that crashes with its source's memory open takes nothing with it, and holds nothing beyond its lease."""
 
 from __future__ import annotations
 

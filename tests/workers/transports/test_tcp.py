@@ -194,6 +194,18 @@ def test_a_read_ends_at_its_deadline_and_another_does_not_wait_for_it(owner: Loc
         assert not reader.alive()
 
 
+def test_a_read_takes_nothing_of_one_that_was_given_up(owner: LocalOwner, opened: Opened) -> None:
+    """The answer to the first comes when the second asks."""
+    one, other = owner.ticket(14, seed=1), owner.ticket(14, seed=2)
+    with Tap(one.pool, wait={"to_reader": WELCOME}) as tap:
+        reader = opened(tap.export)
+        with pytest.raises(DeadlineExceeded):
+            read(reader, one, deadline_s=0.3)
+        tap.gate.set()
+        with pytest.raises(TransferFailed, match="broke off in another read"):
+            read(reader, other)
+
+
 def test_closing_ends_a_read_that_waits(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool, stop={"to_reader": WELCOME}) as tap:
