@@ -164,7 +164,7 @@ class Handoffs:
             blocks = shared + ours[0].blocks
             if plan.head and not shared:
                 job.check()
-                await self._read_head(plan, blocks, clock)
+                await self._read_head(plan, request.tenant_salt, blocks, clock)
             for begin, end in chunks(plan.begin, plan.num_tokens, self._target.chunk_tokens):
                 job.check()
                 await source.use(begin, end, partial(self._map, plan, blocks, clock))
@@ -188,9 +188,9 @@ class Handoffs:
         clock.open_s = time.perf_counter() - started
         return source
 
-    async def _read_head(self, plan: Plan, blocks: Sequence[int], clock: Clock) -> None:
+    async def _read_head(self, plan: Plan, salt: str, blocks: Sequence[int], clock: Clock) -> None:
         started = time.perf_counter()
-        kv = await self._target.prefill_head(plan.token_ids[: plan.head])
+        kv = await self._target.prefill_head(plan.token_ids[: plan.head], salt)
         if (kv.start, kv.num_tokens) != (0, plan.head):
             raise TransferFailed(f"the engine read {kv.num_tokens} tokens from {kv.start}, asked for [0, {plan.head})")
         await self._target.run_step(lambda: self._target.pool.scatter(blocks, kv))

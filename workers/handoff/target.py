@@ -38,8 +38,9 @@ class RunStep(Protocol):
     def __call__(self, step: Callable[[], Any], /) -> Awaitable[Any]: ...
 
 
-# Reads the first tokens of a prompt natively: their KV from position 0, in tensors that nobody else writes to.
-PrefillHead = Callable[[Sequence[int]], Awaitable[KVCache]]
+# Reads the first tokens of a prompt natively, for the tenant of this salt: their KV from position 0, in tensors that
+# nobody writes to.
+PrefillHead = Callable[[Sequence[int], str], Awaitable[KVCache]]
 
 
 @dataclass(frozen=True)

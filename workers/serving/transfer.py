@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mappers.cache import KVCache
 from workers.api.client import WorkerClient
 from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError
 from workers.api.schemas import TransferReply, TransferRequest
 from workers.bundles import Bundles
-from workers.engines.admission import Claim
 from workers.engines.base import Engine
 from workers.handoff import Handoffs, HandoffTarget, Outcome
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
+from workers.serving.heads import Heads
 from workers.settings import WorkerSettings
 from workers.transports.readers import Readers
 from workers.transports.site import site_here
@@ -47,7 +46,7 @@ class Transfers:
                 pool=pool,
                 model=engine.model.name,
                 mappers=bundles.usable,
-                prefill_head=self._read_head,
+                prefill_head=Heads(engine, priority=PRIORITY).read,
                 run_step=self._run_step,
                 readers=self.readers,
                 site=self.site,
@@ -81,13 +80,6 @@ class Transfers:
                 f"unknown source_worker {request.source_worker!r}; configured peers: {known}", param="source_worker"
             )
         return self._peers[request.source_worker]
-
-    async def _read_head(self, token_ids: Sequence[int]) -> KVCache:
-        async with self._engine.sequence(Claim(priority=PRIORITY), len(token_ids)) as sequence:
-            await sequence.read(token_ids)
-            await sequence.fetch(0)
-            kv = sequence.kv(0, len(token_ids))
-            return KVCache(tuple(key.clone() for key in kv.keys), tuple(value.clone() for value in kv.values))
 
     async def _run_step(self, step: Callable[[], Any]) -> Any:
         return await self._engine.compute.run(step, priority=PRIORITY)

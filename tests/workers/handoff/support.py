@@ -176,7 +176,7 @@ def make_pair(kind: str = "inproc", **source: Any) -> Pair:
     pool = make_pool(source.pop("layout", SOURCE_LAYOUT), SOURCE, kind=kind, **source)
     mapper = random_mapper()
 
-    async def prefill_head(token_ids: Sequence[int]) -> KVCache:
+    async def prefill_head(token_ids: Sequence[int], salt: str) -> KVCache:
         return native_kv(token_ids)
 
     target = HandoffTarget(

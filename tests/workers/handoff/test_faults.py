@@ -305,7 +305,7 @@ async def test_the_deadline_holds_when_the_loop_has_no_time_to_watch_it(pair: Pa
 
 
 async def test_the_deadline_has_no_mercy_with_a_slow_engine(pair: Pair) -> None:
-    async def slow_head(token_ids: Sequence[int]) -> KVCache:
+    async def slow_head(token_ids: Sequence[int], salt: str) -> KVCache:
         await asyncio.sleep(30)
         return native_kv(token_ids)
 
@@ -342,7 +342,7 @@ async def test_a_peer_that_is_gone_when_the_lease_is_returned(pair: Pair) -> Non
 
 
 async def test_an_engine_that_reads_other_tokens_than_asked(pair: Pair) -> None:
-    async def short_head(token_ids: Sequence[int]) -> KVCache:
+    async def short_head(token_ids: Sequence[int], salt: str) -> KVCache:
         return native_kv(token_ids[:-1])
 
     pair.adjust(prefill_head=short_head)
