@@ -86,6 +86,8 @@ class Admission:
             self._leave()  # the place was given in the very moment the wait ended: pass it on
         else:
             place.cancel()
+            self._queue = [entry for entry in self._queue if entry[2] is not place]
+            heapq.heapify(self._queue)
 
     def _leave(self) -> None:
         """Pass the place on to the first that still waits, or give it up."""

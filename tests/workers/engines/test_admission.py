@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -87,6 +88,19 @@ async def test_who_gives_up_waiting_leaves_no_trace() -> None:
     assert admission.num_waiting == 0
     await first.end()
     assert admission.num_running == 0
+
+
+async def test_however_many_give_up_the_queue_does_not_grow() -> None:
+    admission = Admission(max_running=1, max_waiting=1)
+    first = Request(admission)
+    await settle()
+    for _ in range(50):
+        with pytest.raises(DeadlineExceeded):
+            async with admission.admit(deadline=time.monotonic()):
+                pass
+    gc.collect()
+    assert sum(type(thing) is asyncio.Future and thing.cancelled() for thing in gc.get_objects()) < 10
+    await first.end()
 
 
 async def test_a_place_given_to_one_who_leaves_is_passed_on() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, KVGeometry
 from mappers.models import read
 from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
@@ -18,6 +18,7 @@ from workers.engines.admission import Claim
 from workers.engines.base import Engine, Sampling, TokenSequence
 from workers.engines.compute import Compute
 from workers.engines.transformers.engine import CHUNK_TOKENS
+from workers.engines.transformers.memory import WorkingMemory
 
 CLAIM = Claim()
 TOLERANCE = 1e-4  # float32 sums in another order
@@ -101,6 +102,15 @@ async def test_memory_grows_beyond_its_capacity(engine: Engine, reference: Llama
     async with engine.sequence(CLAIM, 4) as sequence:
         await sequence.read(prompt)
         assert await written(sequence, 16) == greedy(reference, prompt, 16)
+
+
+def test_memory_grows_ahead_of_need_but_not_beyond_the_context() -> None:
+    memory = WorkingMemory(KVGeometry(1, 1, 2), 60, dtype=torch.float32, device=torch.device("cpu"), limit=100)
+    sizes = []
+    for num_tokens in (60, 61, 91, 100):
+        memory.reserve(num_tokens)
+        sizes.append(memory.capacity)
+    assert sizes == [60, 90, 100, 100]
 
 
 async def test_truncated_tokens_are_forgotten(engine: Engine, reference: LlamaForCausalLM) -> None:

@@ -95,6 +95,15 @@ async def test_bad_requests(
     assert served.worker.pool.stats.num_caches == 0 and served.worker.engine.rates.rate("prefill") is None
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_what_the_engine_cannot_do_is_refused_by_name(served: Served, path: str) -> None:
+    prompt = {"messages": [USER]} if path.startswith("chat") else {"prompt": "The dog?"}
+    others = {"n": 2, "top_k": 5, "logit_bias": {"5": 1}, "presence_penalty": 1, "response_format": {"type": "text"}}
+    for name, value in others.items():
+        reply = await served.http.post(f"/v1/{path}", json=prompt | {"tenant_salt": SALT, name: value})
+        assert (reply.status_code, error_of(reply)["param"]) == (400, name)
+
+
 async def test_a_body_that_is_not_json(served: Served) -> None:
     reply = await served.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert reply.status_code == 400 and error_of(reply)["type"] == "invalid_request_error"

@@ -93,6 +93,7 @@ class TransformersSequence(TokenSequence):
             capacity,
             dtype=engine.hf_model.dtype,
             device=engine.hf_model.device,
+            limit=engine.model.max_model_len,
         )
         self._logits: Tensor | None = None  # (vocab,), of the token read last
 

@@ -27,10 +27,19 @@ HUGE_PAGE = 2 * 2**20
 
 
 class WorkingMemory:
-    """Room for `capacity` tokens; more is made when `reserve` asks for it."""
+    """Room for `capacity` tokens; more is made when `reserve` asks for it, ahead of need but not beyond `limit`."""
 
-    def __init__(self, geometry: KVGeometry, capacity: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int | None = None,
+    ):
         self.geometry = geometry
+        self._limit = limit
         shape = (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._buffer = _room(shape, dtype, device)
         self._layers = [WorkingLayer(self, index) for index in range(geometry.num_layers)]
@@ -54,7 +63,8 @@ class WorkingMemory:
         if num_tokens <= self.capacity:
             return
         shape = list(self._buffer.shape)
-        shape[2] = max(num_tokens, int(self.capacity * GROWTH))
+        ahead = int(self.capacity * GROWTH)
+        shape[2] = max(num_tokens, ahead if self._limit is None else min(ahead, self._limit))
         grown = _room(shape, self._buffer.dtype, self._buffer.device)
         grown[:, :, : self.num_tokens] = self._buffer[:, :, : self.num_tokens]
         self._buffer = grown
