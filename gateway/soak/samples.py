@@ -1,7 +1,7 @@
 """What each process holds, over time, and whether it grows.
 
 A slope is a straight line through all samples of one part, each life of its process on a level of its own (a process
-that was killed begins anew), without each life's first part, in which buffers and caches fill.
+that was killed begins anew), without each life's start and its first while at work, in which buffers and caches fill.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-WARM_UP_S = 60.0  # of each life; of a shorter run, a third
+WARM_UP_S = 60.0  # of each life, from when it first answered; of a shorter run, a third
 MEASURES = ("memory", "descriptors", "threads", "tasks", "segments")
 # What may grow, an hour, before it is called a leak: less than would matter to a service that is restarted monthly is
 # below what so short a run can see. A slope must also be three of its own standard errors above that.
@@ -71,6 +71,8 @@ def look_at(part: str, pid: int, at_s: float, tasks: float | None = None) -> Sam
         descriptors = len(os.listdir(folder / "fd"))
     except (OSError, KeyError):
         return None
+    if not descriptors:  # it has ended meanwhile, and nobody has asked for its status yet
+        return None
     return Sample(part, pid, at_s, 1024 * memory, descriptors, fields["Threads"], tasks)
 
 
@@ -83,9 +85,11 @@ def _fields(path: Path) -> dict[str, int]:
 def slopes(samples: Sequence[Sample], run_s: float) -> list[Slope]:
     """Of each part and measure of which there is enough to tell."""
     warm_up_s = min(WARM_UP_S, run_s / 3)
-    lives: Mapping[tuple[str, int], list[Sample]] = defaultdict(list)
+    lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
-        lives[sample.part, sample.pid].append(sample)
+        life = lives[sample.part, sample.pid]
+        if life or sample.tasks is not None:
+            life.append(sample)
     warm = [[one for one in life if one.at_s - life[0].at_s >= warm_up_s] for life in lives.values()]
     parts = list(dict.fromkeys(part for part, _ in lives))
     found = []

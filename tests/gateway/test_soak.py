@@ -135,7 +135,8 @@ def test_what_goes_up_and_down_is_no_leak(measure: str) -> None:
 
 def test_a_slope_is_of_lives_each_on_its_own_level_and_warm() -> None:
     filling = [replace(one, memory=10**9 * int(one.at_s)) for one in samples(num=60)]
-    lives = [*filling, *(one for life in (1, 2) for one in samples(life, level=life * 1e8, per_s=5.0))]
+    starting = [replace(one, memory=10**9 * int(one.at_s), tasks=None) for one in samples(3, num=90)]
+    lives = [*filling, *starting, *(one for life in (1, 2) for one in samples(life, level=life * 1e8, per_s=5.0))]
     memory = slopes(lives, 180)[0]
     assert (memory.measure, memory.per_minute) == ("memory", pytest.approx(300))
 
