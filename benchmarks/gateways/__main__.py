@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.gateways import __doc__ as what
+from benchmarks.gateways.load import Load, Target
+from benchmarks.gateways.measure import Measured, Row, Sizes, measure
+from benchmarks.gateways.peers import PEERS, ROOT, Peer, new_key
+from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
+from benchmarks.gateways.stub import MODEL
+from gateway.commands.files import add_json_option, write_json
+from gateway.commands.table import render
+
+ADDED = ("added p50 ms", "added p99 ms")
+HEAD = ("gateway", "cpu ms", "req/s", *ADDED, "streams", "dropped", "RSS MiB", "after", "requests")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all were measured; 1: one did not start, or failed to answer."""
+    asked = _arguments().parse_args(argv)
+    sizes = Sizes(**{one.name: getattr(asked, one.name) for one in fields(Sizes)})
+    try:
+        rows = _measured([PEERS[name] for name in asked.only or PEERS], asked.venvs, sizes, asked.words)
+    except (DidNotStart, subprocess.CalledProcessError) as error:
+        print(f"gateways: {error}", file=sys.stderr)
+        return 1
+    print(render(HEAD, [_line(row) for row in rows]))
+    told = {"machine": _machine(), "commit": _commit(), "words": asked.words, "sizes": asdict(sizes)}
+    write_json(asked.json, told | {"rows": [row.told() for row in rows]})
+    return int(any(row.errors for row in rows))
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateways", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PEERS, metavar="GATEWAY", help=", ".join(PEERS))
+    own = ROOT / ".kvrelay" / "peers"
+    parser.add_argument("--venvs", type=Path, default=own, metavar="DIR", help="where the others are installed")
+    parser.add_argument("--words", type=int, default=8, help="of an answer that is not streamed")
+    for one in fields(Sizes):
+        kind = float if isinstance(one.default, float) else int
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default, metavar="N")
+    add_json_option(parser, "the rows")
+    return parser
+
+
+def _measured(peers: list[Peer], venvs: Path, sizes: Sizes, num_words: int) -> list[Row]:
+    binaries = {peer.name: peer.binaries(venvs) for peer in peers}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        upstream = stack.enter_context(_stub(folder)).port
+        gateways = []
+        for peer in peers:
+            key = new_key()
+            server = stack.enter_context(_started(peer, folder, upstream, key, binaries[peer.name]))
+            load = Load(Target(server.port, key, MODEL), num_words=num_words)
+            gateways.append(Measured(peer.name, server, load, peer.share))
+        alone = Load(Target(upstream, "none", MODEL), num_words=num_words)
+        return uvloop.run(measure(gateways, alone, sizes))
+
+
+@contextmanager
+def _stub(folder: Path) -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.gateways.stub", str(port)]
+    env = {"PYTHONPATH": str(ROOT)}
+    with running(command, port=port, ready_path="/health", log=folder / "stub.log", env=env) as server:
+        yield server
+
+
+@contextmanager
+def _started(peer: Peer, folder: Path, upstream: int, key: str, binaries: Path) -> Iterator[Server]:
+    own, port = folder / peer.name, free_port()
+    own.mkdir()
+    start = peer.start(own, port, upstream, key, binaries)
+    with running(start.command, port=port, ready_path=start.ready_path, log=own / "log", env=start.env) as server:
+        yield server
+
+
+def _line(row: Row) -> list[object]:
+    cost, added = (row.cpu_ms, row.per_s), (row.added_p50_ms, row.added_p99_ms)
+    streams, rss = (row.streams_whole, row.streams_dropped), (round(row.rss_mib[0]), round(row.rss_mib[-1]))
+    return [row.gateway, *cost, *added, *streams, *rss, row.memory_requests]
+
+
+def _machine() -> dict[str, object]:
+    cores = len(os.sched_getaffinity(0))
+    return {"cores": cores, "system": platform.platform(), "python": platform.python_version()}
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

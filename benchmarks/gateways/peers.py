@@ -1,0 +1,117 @@
+"""The gateways that are compared: how each is installed, configured and started, in front of one upstream."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gateways.processes import free_port
+from benchmarks.gateways.stub import MODEL
+
+LITELLM, VLLM_ROUTER = "litellm[proxy]==1.108.7", "vllm-router==0.1.17"
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start one: its command, the path that answers 200 once it is ready, and what it wants in its
+    environment."""
+
+    command: Sequence[str]
+    ready_path: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`start(folder, port, upstream, key, binaries)` writes what it needs into the folder. `share` of the requests that
+    ours gets are sent to it, so that a slow one takes no longer."""
+
+    name: str
+    start: Callable[[Path, int, int, str, Path], Start]
+    requirement: str | None = None  # None: this checkout, with the Python that runs the benchmark
+    share: float = 1.0
+
+    def binaries(self, venvs: Path) -> Path:
+        """Where its commands lie; installed there first, into an environment of its own, where they do not."""
+        if self.requirement is None:
+            return Path(sys.executable).parent
+        folder = venvs / self.requirement.replace("[", "-").replace("]", "")
+        done = folder / ".installed"
+        if not done.exists():
+            print(f"installing {self.requirement} into {folder}", file=sys.stderr, flush=True)
+            venv.create(folder, with_pip=True, clear=True)
+            subprocess.run([folder / "bin/python", "-m", "pip", "install", "--quiet", self.requirement], check=True)
+            done.touch()
+        return folder / "bin"
+
+
+def new_key() -> str:
+    return f"sk-{secrets.token_hex(16)}"
+
+
+def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path) -> Start:
+    """Registry, policy, keys, metrics, audit lines and prefix hash: all that is on by default is on."""
+    secret = folder / "secret"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    values = {
+        "tiers": [{"name": MODEL, "model": MODEL}],
+        "workers": {"stub-0": {"tier": MODEL, "url": f"http://127.0.0.1:{upstream}"}},
+        "policy": {"name": "fixed"},
+        "tenants": {"default": {"api_keys": [hashlib.sha256(key.encode()).hexdigest()]}},
+        "limits": {"max_concurrency_per_tier": 1024, "max_queue_per_tier": 1024, "max_concurrency_per_tenant": 1024},
+        "server": {"port": port},
+        "secret_file": "secret",
+    }
+    config = _written(folder / "kvrelay.yaml", values)
+    python = str(binaries / Path(sys.executable).name)
+    return Start([python, "-m", "gateway", "--config", str(config)], "/readyz", {"PYTHONPATH": str(ROOT)})
+
+
+def _litellm(server: str) -> Callable[[Path, int, int, str, Path], Start]:
+    def start(folder: Path, port: int, upstream: int, key: str, binaries: Path) -> Start:
+        to_stub = {"model": f"openai/{MODEL}", "api_base": f"http://127.0.0.1:{upstream}/v1", "api_key": "none"}
+        values = {
+            "model_list": [{"model_name": MODEL, "litellm_params": to_stub}],
+            "general_settings": {"master_key": key},
+            "litellm_settings": {"telemetry": False},
+        }
+        config = _written(folder / "litellm.yaml", values)
+        command = [str(binaries / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+        chosen = ["--run_granian"] if server == "granian" else []
+        return Start([*command, "--num_workers", "1", *chosen], "/health/readiness", {"LITELLM_LOG": "ERROR"})
+
+    return start
+
+
+def _vllm_router(folder: Path, port: int, upstream: int, key: str, binaries: Path) -> Start:
+    command = [str(binaries / "vllm-router"), "--host", "127.0.0.1", "--port", str(port), "--api-key", key]
+    chosen = ["--worker-urls", f"http://127.0.0.1:{upstream}", "--policy", "cache_aware", "--log-level", "warning"]
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    return Start([*command, *chosen, *metrics], "/health")
+
+
+def _written(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("kvrelay", _kvrelay),
+        Peer("litellm-uvicorn", _litellm("uvicorn"), LITELLM, share=0.1),
+        Peer("litellm-granian", _litellm("granian"), LITELLM, share=0.1),
+        Peer("vllm-router", _vllm_router, VLLM_ROUTER),
+    )
+}
