@@ -102,3 +102,15 @@ def test_a_weight_that_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     hidden = torch.randn(3, 1, 32)
     assert (layers(hidden) - plain(hidden)).abs().max() < 1e-5
     assert torch.equal(layers(hidden)[1:2], layers(hidden[1:2]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 32), (1, 64, 32), (2, 5, 32), (7, 32)], ids=str)
+def test_a_prompt_is_read_as_by_the_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
+    plain = torch.nn.Linear(32, 100, bias=bias)
+    layers = torch.nn.Sequential(plain)
+    make_rowwise(layers)
+    hidden = torch.randn(shape)
+    read = layers(hidden)
+    assert read.is_contiguous() and (read - plain(hidden)).abs().max() < 1e-5

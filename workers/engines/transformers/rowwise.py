@@ -5,6 +5,9 @@ depend on what else runs. What makes a batch cheap is not that product, though: 
 once. So each block of them is multiplied with one row after the other, while the processor's cache still holds it:
 
     block of the weight    |████|....|....|    row 0, row 1, row 2, then the next block
+
+A prompt's tokens are one product, with the factors turned: MKL cuts the first one into panels for its threads, which
+should be the large one. At 4 tokens that takes six tenths of the time, at 64 four fifths.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class RowwiseLinear(nn.Linear):
-    """`linear` once more, over the same parameters. Prompts, `(1, T, in)` with T > 1, are read as ever."""
+    """`linear` once more, over the same parameters. Rows of a batch are `(B, 1, in)`, prompts `(1, T, in)`."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -24,8 +27,10 @@ class RowwiseLinear(nn.Linear):
         self._num_blocks = -(-linear.weight.nbytes // BLOCK_BYTES)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.ndim != 3 or input.shape[1] != 1:
+        if input.ndim != 3:
             return super().forward(input)
+        if input.shape[1] != 1:
+            return _turned(input, self.weight, self.bias)
         tokens = input.unbind(0)  # (1, in) each
         weights = self.weight.chunk(self._num_blocks)
         biases = (None,) * len(weights) if self.bias is None else self.bias.chunk(self._num_blocks)
@@ -34,6 +39,14 @@ class RowwiseLinear(nn.Linear):
             for weight, bias in zip(weights, biases, strict=True)
         ]  # (B, part of out) each
         return _joined(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
+
+
+def _turned(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`chunk @ weight.t() + bias` of `(..., T, in)`, as (weight @ chunk.t()).t()."""
+    product = torch.mm(weight, chunk.flatten(0, -2).t()).t().contiguous()  # (T, out)
+    if bias is not None:
+        product += bias
+    return product.view(*chunk.shape[:-1], len(weight))
 
 
 def make_rowwise(model: nn.Module) -> None:
