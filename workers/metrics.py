@@ -64,6 +64,13 @@ class WorkerMetrics:
             buckets=TRANSFER_BUCKETS,
             registry=self.registry,
         )
+        self.transfer_phase_seconds = Histogram(
+            f"{PREFIX}_kv_transfer_phase_seconds",
+            "Parts of the caches taken over: lease, check, open, head, copy, map, write",
+            ["phase"],
+            buckets=TRANSFER_BUCKETS,
+            registry=self.registry,
+        )
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "Bytes of source KV read")
         self.transfer_tokens = self._counter("kv_transfer_tokens_total", "Tokens whose KV was mapped")
         self.sources_released = self._counter(

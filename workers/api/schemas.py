@@ -142,10 +142,14 @@ class TransferRequest(Request):
     by_cost: bool = False
 
 
+TRANSFER_PHASES = ("lease", "check", "open", "head", "copy", "map", "write")
+
+
 class TransferReply(CacheReply):
-    """Where the time of a handoff went: `lease_ms` to the ticket, `open_ms` opening the source's pool (about 0 once it
-    is open), `head_ms` the native head, `copy_ms` reading `bytes` from the source, `map_ms` mapping, `write_ms` writing
-    the target's blocks; `total_ms` also counts waiting for compute between them.
+    """Where the time of a handoff went: `lease_ms` to the ticket, `check_ms` checking it and deciding, `open_ms`
+    opening the source's pool (about 0 once it is open), `head_ms` the native head, `copy_ms` reading `bytes` from the
+    source between two looks at its generations, `map_ms` mapping, `write_ms` writing the target's blocks; `total_ms`
+    also counts waiting for compute between them.
 
     `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
     conversation that went less far: neither they nor their `bytes` were read again. `transport` is what the source was
@@ -157,6 +161,7 @@ class TransferReply(CacheReply):
     total_ms: float
     bytes: int
     lease_ms: float = 0.0
+    check_ms: float = 0.0
     open_ms: float = 0.0
     head_ms: float = 0.0
     write_ms: float = 0.0
@@ -164,6 +169,11 @@ class TransferReply(CacheReply):
     reason: str = "asked"
     reused_tokens: int = 0
     transport: str = "none"
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Its parts by name, in the order in which they begin; reading, mapping and writing take turns."""
+        return {phase: getattr(self, f"{phase}_ms") for phase in TRANSFER_PHASES}
 
 
 class LeaseRequest(Request):

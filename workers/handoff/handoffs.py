@@ -49,6 +49,7 @@ class Clock:
 
     started: float = field(default_factory=time.perf_counter)
     lease_s: float = 0.0
+    check_s: float = 0.0
     head_s: float = 0.0
     open_s: float = 0.0
     copy_s: float = 0.0
@@ -115,6 +116,7 @@ class Handoffs:
             before, reused = self._made.longest(plan, request.tenant_salt)
             with before:
                 plan = self._decided(replace(plan, reused=reused), request, job)
+                clock.check_s = clock.total_s - clock.lease_s
                 entry = await self._bring(plan, before.blocks, request, job, clock)
             is_done = True
         finally:
@@ -254,6 +256,7 @@ def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferR
         provenance=entry.provenance,
         mapper=plan.mapper.bundle_id,
         lease_ms=clock.lease_s * 1000,
+        check_ms=clock.check_s * 1000,
         open_ms=clock.open_s * 1000,
         head_ms=clock.head_s * 1000,
         copy_ms=clock.copy_s * 1000,

@@ -93,5 +93,7 @@ class Transfers:
         if outcome.reply is not None:
             self._metrics.transfer_tokens.inc(outcome.num_mapped)
             self._metrics.transfer_bytes.inc(outcome.reply.bytes)
+            for phase, took_ms in outcome.reply.phases_ms.items():
+                self._metrics.transfer_phase_seconds.labels(phase).observe(took_ms / 1000)
             self._engine.rates.record("map", outcome.num_mapped, outcome.mapping_s)
             self._engine.rates.record("handoff", outcome.num_mapped, outcome.seconds, length=outcome.num_mapped)

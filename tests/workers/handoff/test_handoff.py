@@ -70,7 +70,7 @@ async def test_the_reply_says_what_was_done(pair: Pair) -> None:
     assert reply.epoch == pair.target.pool.epoch
     assert reply.expires_at == cache.expires_at == pytest.approx(cache.created_at + 77)
     assert reply.bytes == 36 * SOURCE_LAYOUT.num_layers * 2 * SOURCE_LAYOUT.num_kv_heads * SOURCE_LAYOUT.head_dim * 4
-    parts = (reply.lease_ms, reply.open_ms, reply.head_ms, reply.copy_ms, reply.map_ms, reply.write_ms)
+    parts = reply.phases_ms.values()
     assert all(part > 0 for part in parts) and sum(parts) <= reply.total_ms
 
 

@@ -25,7 +25,7 @@ from tests.workers.server.support import (
     transfer_request,
 )
 from workers.api.errors import BundleUnusable, CacheMismatch, InvalidRequest, ModelNotFound
-from workers.api.schemas import Message, PrefillRequest, TransferReply
+from workers.api.schemas import TRANSFER_PHASES, Message, PrefillRequest, TransferReply
 
 HEAD, TAIL, NUM = 4, 16, 12
 
@@ -171,6 +171,8 @@ async def test_transfers_are_counted(pair: Pair) -> None:
     moved = await handed_over(pair)
     told = (await large.http.get("/metrics")).text
     assert 'kvrelay_kv_transfer_total{result="ok"} 1.0' in told
+    assert told.count('kvrelay_kv_transfer_phase_seconds_count{phase=') == len(TRANSFER_PHASES)
+    assert 'kvrelay_kv_transfer_phase_seconds_count{phase="map"} 1.0' in told
     assert f"kvrelay_kv_transfer_tokens_total {float(moved.num_tokens - HEAD)}" in told
     assert (await large.client.info()).rates.map_tokens_per_s
 
