@@ -78,25 +78,11 @@ class Soak:
                 asyncio.get_running_loop().add_signal_handler(number, stopped.set)
             tenants = [await opened.enter_async_context(tenant) for tenant in self._tenants(oracle)]
             asking = [tenant.run() for tenant in tenants for _ in range(self.asked.scale.num_at_once)]
-            await self._until_time_is_up([*asking, self.faults.run(), self.watch.run(), self._progress()], stopped)
+            parts = [*asking, self.faults.run(), self.watch.run(), self._progress()]
+            await until_time_is_up(parts, 60 * self.asked.minutes, stopped)
         self.was_stopped = stopped.is_set()
         if not self.watch.troubles:
             await self.watch.come_to_rest(START_S)  # what was killed may only just be starting
-
-    async def _until_time_is_up(self, parts: Sequence[Coroutine[Any, Any, None]], stopped: asyncio.Event) -> None:
-        """Or until a signal, or the end of a part; what it raises is raised here."""
-        tasks = {asyncio.create_task(part) for part in parts}
-        signalled = asyncio.create_task(stopped.wait())
-        try:
-            done, _ = await asyncio.wait(
-                {*tasks, signalled}, timeout=60 * self.asked.minutes, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for task in (*tasks, signalled):
-                task.cancel()
-            await asyncio.wait({*tasks, signalled})
-        for task in done:
-            task.result()
 
     def _tenants(self, oracle: Oracle) -> list[Tenant]:
         scale, seed = self.asked.scale, f"{self.asked.family} {self.asked.seed}"
@@ -121,6 +107,23 @@ class Soak:
             found = ", ".join(f"{count} {kind}" for kind, count in seen.counts.items()) or "nothing wrong"
             faults = sum(self.faults.counts.values())
             self.say(f"{seen.num_requests} requests, {faults} faults, {found}; {left:.1f} min left")
+
+
+async def until_time_is_up(
+    parts: Sequence[Coroutine[Any, Any, None]], seconds: float, stopped: asyncio.Event
+) -> None:
+    """Runs all parts at once, until the first of them ends (what it raises is raised here), or `stopped` is set."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    waiting = [*tasks, asyncio.create_task(stopped.wait())]
+    try:
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended = [task for task in tasks if task.done()]
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+    for task in ended:
+        task.result()
 
 
 def soak(asked: Asked, say: Say) -> Report:

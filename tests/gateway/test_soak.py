@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from gateway.commands import soak as command
+from gateway.commands.stack import StackError
 from gateway.soak.client import Exchange
 from gateway.soak.faults import Faults, Span, plan
 from gateway.soak.judge import FRESH_TOKENS, SLACK_S, judge
 from gateway.soak.load import Seen
 from gateway.soak.report import Report
+from gateway.soak.run import until_time_is_up
 from gateway.soak.samples import BOUNDS, MEASURES, Sample, look_at, slopes
 from gateway.soak.talks import Ask, Writer
 
@@ -197,6 +199,32 @@ async def test_what_is_broken_is_mended_and_remembered() -> None:
         pairs = list(zip(victim.done[::2], victim.done[1::2], strict=True))
         assert set(pairs) <= {("SIGKILL", "restart"), ("SIGSTOP", "SIGCONT")}
     assert sum(faults.counts.values()) == sum(len(victim.done) for victim in victims) / 2
+
+
+async def until(seconds: float, *parts: Any, stopped: asyncio.Event | None = None) -> None:
+    await until_time_is_up(parts, seconds, stopped or asyncio.Event())
+
+
+async def test_a_run_ends_when_its_time_is_up_or_a_signal_came_or_a_part_ended() -> None:
+    cleaned_up: list[str] = []
+
+    async def endless(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.append(name)
+
+    async def broken() -> None:
+        raise StackError("the oracle ended early")
+
+    signalled = asyncio.Event()
+    signalled.set()
+    await until(0.05, endless("time"))
+    await until(60.0, endless("signal"), stopped=signalled)
+    await until(60.0, endless("end"), asyncio.sleep(0))
+    with pytest.raises(StackError, match="ended early"):
+        await until(60.0, endless("error"), broken())
+    assert cleaned_up == ["time", "signal", "end", "error"]
 
 
 def test_a_span_touches_what_it_overlaps() -> None:
