@@ -23,6 +23,7 @@ from gateway.errors import SettingsError
 from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
 from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
+from workers.api.trail import add_request_id
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +69,7 @@ def _settings(asked: argparse.Namespace) -> Settings:
 def _log_to_stderr() -> None:
     structlog.configure(
         processors=[
+            add_request_id,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.JSONRenderer(serializer=_json),

@@ -22,7 +22,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from typing import Any
 
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
@@ -117,9 +116,3 @@ def reply_headers(error: KvrelayError) -> dict[str, str]:
 
 def body(error: KvrelayError) -> dict[str, Any]:
     return for_client(error).body()
-
-
-def loggable(bug: Exception) -> dict[str, Any]:
-    """What the log is told of a bug of ours: its kind, and where it happened. Not its words, which may repeat a
-    prompt."""
-    return {"error": type(bug).__name__, "where": traceback.format_tb(bug.__traceback__)}

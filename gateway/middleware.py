@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 
 import orjson
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import HeadersTooLarge, InternalError, loggable, reply_headers
+from gateway.errors import HeadersTooLarge, InternalError, reply_headers
 from gateway.settings import Limits
 from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError, RequestTooLarge
+from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
 
-REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 UNTOLD = 499  # until a response starts: the status of one that nobody waited for
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
 
@@ -40,12 +38,12 @@ class Trace:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state |= {"request_id": _request_id(scope), "arrived_at": time.monotonic(), "status": UNTOLD}
+        state |= {"request_id": taken_up(scope["headers"]), "arrived_at": time.monotonic(), "status": UNTOLD}
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
             await send(message)
 
         try:
@@ -118,8 +116,3 @@ async def _refuse(error: KvrelayError, send: Send) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": orjson.dumps(error.body())})
-
-
-def _request_id(scope: Scope) -> str:
-    offered = Headers(scope=scope).get("x-request-id", "")
-    return offered if REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex

@@ -16,6 +16,7 @@ from gateway.gathered import Chunk, Gathered
 from gateway.texts import as_text_logprobs
 from gateway.turn import Turn
 from workers.api.errors import KvrelayError
+from workers.api.trail import loggable
 
 log = structlog.get_logger()
 
@@ -127,7 +128,7 @@ def _told(turn: Turn, error: Exception) -> KvrelayError:
     if isinstance(error, KvrelayError):
         log.info("stream_broke_off", request_id=turn.id, code=error.code)
         return error
-    log.error("internal_error", request_id=turn.id, **errors.loggable(error))
+    log.error("internal_error", request_id=turn.id, **loggable(error))
     return errors.InternalError("internal error")
 
 

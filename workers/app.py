@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from workers.routes import caches, completions, health, prompts
-from workers.routes.guard import CountCalls, LimitBody, RequireSecret
+from workers.routes.guard import LimitBody, Record, RequireSecret
 from workers.routes.replies import install_error_replies
 from workers.serving.worker import Worker
 
@@ -19,4 +19,4 @@ def create_app(worker: Worker, secret: str) -> ASGIApp:
     for part in (health, prompts, caches, completions):
         app.include_router(part.router)
     limited = LimitBody(app, worker.settings.max_body_bytes, worker.settings.body_timeout_s)
-    return CountCalls(RequireSecret(limited, secret), worker.metrics)
+    return Record(RequireSecret(limited, secret), worker.metrics)

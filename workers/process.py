@@ -20,6 +20,7 @@ import structlog
 import uvicorn
 
 from workers.api.errors import KvrelayError
+from workers.api.trail import add_request_id, place_of_bug
 from workers.app import create_app
 from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
@@ -44,9 +45,10 @@ def configure_logging() -> None:
     """One JSON object a line, to stderr. What is logged names ids, counts and times, never a prompt's text."""
     structlog.configure(
         processors=[
+            add_request_id,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
+            place_of_bug,
             structlog.processors.JSONRenderer(),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -11,6 +11,7 @@ import httpx
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from workers.api import trail
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, WorkerUnavailable, from_reply
 from workers.api.httpx_wire import HttpxWire
 from workers.api.schemas import (
@@ -156,9 +157,10 @@ class WorkerClient:
         self, method: str, path: str, request: BaseModel | None, timeout_s: float
     ) -> AsyncIterator[Answer]:
         body = b"" if request is None else request.model_dump_json(exclude_none=True).encode()
-        connect_s = min(timeout_s, CONNECT_TIMEOUT_S)
+        connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), trail.headers()
+        asked = self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
         try:
-            async with self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s) as answer:
+            async with asked as answer:
                 yield answer
         except BadPath as error:
             raise InvalidRequest(f"{self.url}{path} is not a URL") from error

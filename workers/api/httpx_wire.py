@@ -17,11 +17,18 @@ class HttpxWire(Wire):
 
     @asynccontextmanager
     async def ask(
-        self, method: str, path: str, body: bytes, *, timeout_s: float, connect_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        connect_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Answer]:
         timeout = httpx.Timeout(timeout_s, connect=connect_s)
         with translated():
-            async with self._http.stream(method, path, content=body, timeout=timeout) as reply:
+            async with self._http.stream(method, path, content=body, headers=headers, timeout=timeout) as reply:
                 yield HttpxAnswer(reply)
 
     async def aclose(self) -> None:

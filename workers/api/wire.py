@@ -70,7 +70,14 @@ class Answer(ABC):
 class Wire(ABC):
     @abstractmethod
     def ask(
-        self, method: str, path: str, body: bytes, *, timeout_s: float, connect_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        connect_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> AbstractAsyncContextManager[Answer]:
         """`timeout_s` bounds the wait for the head, and each one for more of the body. Leaving the block before the end
         of the reply hangs up. Raises `WireError`, in the block too."""
@@ -93,18 +100,26 @@ class SocketWire(Wire):
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         told = {"host": parts.netloc.rpartition("@")[2], "content-type": "application/json", **headers}
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+        self._headers = _lines(told)
         self._idle: deque[Connection] = deque()  # the latest last
         self._open: set[Connection] = set()
         self._is_closed = False
 
     @asynccontextmanager
     async def ask(
-        self, method: str, path: str, body: bytes, *, timeout_s: float, connect_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        connect_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Answer]:
         if not PATH.fullmatch(path):
             raise BadPath(path)
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
+        told = self._headers + _lines(headers or {})
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{told}content-length: {len(body)}\r\n\r\n"
         connection = self._kept() or await self._connected(connect_s)
         try:
             await connection.send(head.encode("latin-1") + body, timeout_s)
@@ -279,3 +294,7 @@ class Connection(asyncio.Protocol, Answer):
 
     def on_message_complete(self) -> None:
         self._is_whole = True
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())

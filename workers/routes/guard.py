@@ -1,18 +1,24 @@
-"""Pure ASGI middleware around every call: the cluster secret, the body's size and time, and the count of it all."""
+"""Pure ASGI middleware around every call: the cluster secret, the body's size and time, and the record of it all."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 
+import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workers.api.errors import RequestTooLarge, RequestTooSlow, Unauthorized
 from workers.api.schemas import SECRET_HEADER
+from workers.api.trail import loggable, request_id, taken_up
 from workers.metrics import WorkerMetrics
-from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply
+from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply, internal_error
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+UNLOGGED = OPEN_PATHS | {"/v1/info"}  # asked every second
+
+log = structlog.get_logger()
 
 
 class RequireSecret:
@@ -92,8 +98,9 @@ def _replay(body: Message, receive: Receive) -> Receive:
     return replayed
 
 
-class CountCalls:
-    """Counts calls by route and status; a path that is no route counts as `other`."""
+class Record:
+    """Counts and logs calls by route and status, under the id of the request that they are made for; a path that is no
+    route counts as `other`. A bug is logged by its place."""
 
     def __init__(self, app: ASGIApp, metrics: WorkerMetrics):
         self._app = app
@@ -103,7 +110,8 @@ class CountCalls:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_CLOSED_REQUEST
+        status, began = CLIENT_CLOSED_REQUEST, time.monotonic()
+        taken_up(scope["headers"])
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -113,6 +121,13 @@ class CountCalls:
 
         try:
             await self._app(scope, receive, counted)
+        except Exception as bug:
+            log.error("internal_error", **loggable(bug))
+            if status == CLIENT_CLOSED_REQUEST:
+                await error_reply(internal_error())(scope, receive, counted)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status)).inc()
+            if route not in UNLOGGED:
+                took_ms = round((time.monotonic() - began) * 1000, 1)
+                log.info("call", request_id=request_id.get(), route=route, status=status, took_ms=took_ms)

@@ -1,0 +1,54 @@
+"""What ties together what gateway and workers tell of one request: its id, in every call and log line that is made for
+it. And what a log is told of a bug."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import uuid
+from collections.abc import Iterable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
+
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+def taken_up(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id of the request that begins here: the caller's where it is clean, else a new one. From now on it is that of
+    all that is done in this context."""
+    offered = dict(headers).get(REQUEST_ID_HEADER.encode(), b"").decode("latin-1")
+    taken = offered if REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+    request_id.set(taken)
+    return taken
+
+
+def headers() -> dict[str, str]:
+    """For a call that is made for the request at hand."""
+    known = request_id.get()
+    return {} if known is None else {REQUEST_ID_HEADER: known}
+
+
+def add_request_id(logger: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """For structlog: the id, in every line."""
+    known = request_id.get()
+    if known is not None:
+        event.setdefault("request_id", known)
+    return event
+
+
+def place_of_bug(logger: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """For structlog, in place of a traceback that ends in the error's words."""
+    bug = sys.exception() if event.pop("exc_info", None) else None
+    if bug is not None:
+        event.update(loggable(bug))
+    return event
+
+
+def loggable(bug: BaseException) -> dict[str, Any]:
+    """What the log is told of a bug of ours: its kind, and where it happened. Not its words, which may repeat a
+    prompt."""
+    return {"error": type(bug).__name__, "where": traceback.format_tb(bug.__traceback__)}
