@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from workers.api.errors import CacheStale, KvrelayError, TransferFailed
 from workers.api.schemas import PoolExport
@@ -178,21 +177,20 @@ class Lender:
     def _copy(self, blocks: Sequence[int], generations: Sequence[int]) -> memoryview:
         """A copy between two looks at the generations, as any reader makes it."""
         check_generations(self._arena.generations, blocks, generations)
-        copy = _bytes_of(self._arena.data, blocks)
+        copy = self._bytes(blocks)
         check_generations(self._arena.generations, blocks, generations)
         return copy
 
+    def _bytes(self, blocks: Sequence[int]) -> memoryview:
+        """These blocks, one after the other, in the host's memory. NumPy copies where it can: it starts no threads,
+        and the engine has as many as there are cores."""
+        rows = self._arena.data.flatten(1).view(torch.uint8)
+        if rows.device.type == "cpu":
+            return rows.numpy()[list(blocks)].reshape(-1).data
+        return rows[list(blocks)].cpu().reshape(-1).numpy().data
+
     def _closed(self) -> CacheStale:
         return CacheStale(f"the pool of epoch {self._arena.epoch} has been closed by its owner")
-
-
-def _bytes_of(data: Tensor, blocks: Sequence[int]) -> memoryview:
-    """A copy of these blocks, one after the other, in the host's memory. NumPy makes it where it can: it starts no
-    threads, and the engine has as many as there are cores."""
-    rows = data.flatten(1).view(torch.uint8)
-    if data.device.type == "cpu":
-        return rows.numpy()[list(blocks)].reshape(-1).data
-    return rows[list(blocks)].cpu().reshape(-1).numpy().data
 
 
 def _send_error(channel: Channel, error: KvrelayError) -> None:

@@ -13,7 +13,7 @@ from tests.workers.handoff.support import Pair, make_pair, random_mapper, reques
 from tests.workers.pool.support import SALT, random_kv
 from tests.workers.transports.owner import SECRET
 from tests.workers.transports.tap import Tap
-from workers.api.errors import CacheStale, DeadlineExceeded, KvrelayError, PoolFull, TransferFailed
+from workers.api.errors import CacheNotFound, CacheStale, DeadlineExceeded, KvrelayError, PoolFull, TransferFailed
 from workers.api.schemas import PoolExport, TransferReply
 from workers.pool.segment import SHM
 from workers.pool.tickets import TicketOffice
@@ -159,6 +159,9 @@ async def test_a_source_that_was_handed_over_can_be_released_at_once(pair: Pair,
     stats = pair.source.stats
     assert (stats.used_blocks, stats.num_leases) == (0 if release else 50, 0) and len(released) == release
     assert pair.target.pool.get(reply.cache_id, SALT).num_tokens == NUM
+    if release:
+        with pytest.raises(CacheNotFound):
+            await pair.handoffs.transfer(request(entry), peer=pair.office)
 
 
 async def test_a_source_whose_handoff_failed_is_kept(pair: Pair) -> None:

@@ -254,6 +254,21 @@ def test_a_block_written_behind_the_first_pieces_is_found_and_the_stream_goes_on
     reader.close()
 
 
+class Interrupted(Lender):
+    """Something is written between the copy and the second look."""
+
+    def _bytes(self, blocks: Sequence[int]) -> memoryview:
+        copy = super()._bytes(blocks)
+        with self._arena.writing([blocks[-1]]):
+            return copy
+
+
+def test_a_block_written_during_the_owners_copy_makes_it_stale(lend: Callable[..., Lender], opened: Opened) -> None:
+    reader = opened(lend(kind=Interrupted).export, layout=BIG)
+    with pytest.raises(CacheStale, match="block 2 is at generation 2, its ticket says 0"):
+        reader.read([2], [0], 0, 64)
+
+
 class Counting(Lender):
     num_copied = 0
 
