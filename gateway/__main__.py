@@ -22,6 +22,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
+from workers.api import tracing
 from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
 from workers.api.trail import add_request_id
 
@@ -35,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = Source(asked.config, partial(_settings, asked))
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
+        tracing.start(settings.tracing, "kvrelay-gateway")
         listener = server.bind(settings)
-    except (SettingsError, CannotFollow) as error:
+    except (SettingsError, CannotFollow, tracing.CannotTrace) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
     _log_to_stderr()

@@ -17,6 +17,7 @@ from gateway.settings import Settings
 from gateway.tenants import Tenant
 from gateway.turn import Turn
 from gateway.usage import Usage
+from workers.api import tracing
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,17 @@ class Course:
     async def look_up(self) -> None:
         """What the registry knows of this prompt, for every tier that may be asked."""
         if self.turn.stores:
-            await self.parts.prefixes.look_up(self.turn, self.tiers)
+            with tracing.span("prefix"):
+                await self.parts.prefixes.look_up(self.turn, self.tiers)
 
 
 async def choose(parts: Parts, turn: Turn) -> Course:
     """Raises `InvalidRequest`, `ModelNotFound` or `PermissionDenied` for a request that cannot be routed."""
+    with tracing.span("route"):
+        return await _chosen(parts, turn)
+
+
+async def _chosen(parts: Parts, turn: Turn) -> Course:
     tiers = routing.allowed(turn, parts.fleet)
     chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
     asked = routing.asked(turn, await parts.quotas.overspent(turn.tenant, chosen.budgets))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import orjson
 import structlog
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.errors import HeadersTooLarge, InternalError, reply_headers
 from gateway.settings import Limits
 from gateway.snapshot import Gateway
+from workers.api import tracing
 from workers.api.errors import KvrelayError, RequestTooLarge
 from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
 
@@ -47,7 +50,7 @@ class Trace:
             await send(message)
 
         try:
-            with self._gateway.current.held() as snapshot:
+            with self._gateway.current.held() as snapshot, _traced(scope):
                 state["snapshot"] = snapshot
                 await self._app(scope, receive, sending)
         except Exception as error:
@@ -116,3 +119,21 @@ async def _refuse(error: KvrelayError, send: Send) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": orjson.dumps(error.body())})
+
+
+@contextmanager
+def _traced(scope: Scope) -> Iterator[None]:
+    """A span over the request, which tells in the end who answered it."""
+    if not tracing.is_on() or scope["path"] in UNMETERED:
+        yield
+        return
+    state = scope["state"]
+    with tracing.span("request", incoming=Headers(scope=scope)):
+        yield
+        tracing.tell(
+            {
+                tracing.REQUEST_MODEL: state.get("model_label"),
+                tracing.RESPONSE_MODEL: state.get("model"),
+                tracing.PATH: state.get("path"),
+            }
+        )

@@ -32,6 +32,7 @@ from gateway.policies import Policy
 from gateway.redis_url import SENTINEL_SCHEMES, SentinelUrl, is_sentinel
 from workers.api import secret
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
+from workers.api.tracing import TracingSettings
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -205,6 +206,7 @@ class Settings(BaseSettings):
     tenants: dict[Name, TenantSettings] = {DEFAULT_TENANT: TenantSettings()}
     limits: Limits = Limits()
     admin: AdminSettings = AdminSettings()
+    tracing: TracingSettings = TracingSettings()
     deadlines: Deadlines = Deadlines()
     handoff: HandoffSettings = HandoffSettings()
     shadow: ShadowSettings = ShadowSettings()
@@ -334,6 +336,7 @@ def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
         "registry": RegistrySettings,
         "tenants": TenantSettings,
         "admin": AdminSettings,
+        "tracing": TracingSettings,
         "limits": Limits,
         "deadlines": Deadlines,
         "handoff": HandoffSettings,

@@ -30,7 +30,7 @@ from gateway.tenants import AdminKey, Tenants
 from gateway.usage import Usage
 
 STOP_S = 2.0  # at the end no request is left, and so nothing to wait for
-FIXED = ("server", "secret_file")  # what a running process cannot change
+FIXED = ("server", "secret_file", "tracing")  # what a running process cannot change
 
 
 class Snapshot:

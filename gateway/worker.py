@@ -15,6 +15,7 @@ from gateway.limits import Gate
 from gateway.policies import Token
 from gateway.settings import Deadlines
 from gateway.texts import as_chat
+from workers.api import tracing
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import (
@@ -117,7 +118,7 @@ class Worker:
 
     async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
         async with self._gate.place(by):
-            with self._counted(), self.breaker.attempt():
+            with self._counted(), self.breaker.attempt(), tracing.span("prefill"):
                 reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
@@ -125,7 +126,7 @@ class Worker:
 
     async def transfer(self, request: TransferRequest, by: Deadline) -> TransferReply:
         async with self._gate.place(by):
-            with self._counted(), self.transfers.attempt():
+            with self._counted(), self.transfers.attempt(), tracing.span("transfer"):
                 reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         num_mapped = reply.num_tokens - reply.reused_tokens
@@ -144,7 +145,10 @@ class Worker:
             chunks = self._chunks(request, max(deadline.remaining_s, 0.001))
             opened.push_async_callback(chunks.aclose)
             stream = Stream(self, chunks, attempt, deadline)
-            await stream.start(first_by)
+            decode = tracing.begin("decode")
+            opened.callback(decode.end)
+            with decode.entered():
+                await stream.start(first_by)
             stream.owns(opened.pop_all())
         return stream
 

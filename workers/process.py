@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 import uvicorn
 
+from workers.api import tracing
 from workers.api.errors import KvrelayError
 from workers.api.trail import add_request_id, place_of_bug
 from workers.app import create_app
@@ -29,6 +30,10 @@ from workers.settings import SettingsError, WorkerSettings
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
     configure_logging()
+    try:
+        tracing.start(settings.tracing, f"kvrelay-worker-{settings.id}")
+    except tracing.CannotTrace as error:
+        raise SettingsError(str(error)) from error
     listener = _listen(settings)
     try:
         worker = build_worker(settings, secret)

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workers.api import secret
+from workers.api.tracing import TracingSettings
 from workers.engines import ENGINES
 
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
@@ -94,6 +95,7 @@ class WorkerSettings(BaseModel):
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}
+    tracing: TracingSettings = TracingSettings()  # the file's own
     tcp: TcpSettings | None = None
     grace_s: float = Field(default=0.5, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
@@ -141,6 +143,7 @@ class _ConfigFile(BaseModel):
 
     workers: dict[WorkerId, WorkerSettings] = Field(min_length=1)
     bundles: list[str] = []
+    tracing: TracingSettings = TracingSettings()
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -165,6 +168,7 @@ def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None
         "peers": known | worker.peers | dict(peers or {}),
         "bundles": [_locate(folder, bundle) for bundle in worker.bundles or config.bundles],
         "model": _locate(folder, worker.model),
+        "tracing": config.tracing,
     }
     return _validated(path, WorkerSettings, worker.model_dump(exclude_unset=True) | changes)
 

@@ -101,7 +101,8 @@ async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:
-    request.state.tier, request.state.path = turn.report.tier, turn.report.path
+    state = request.state
+    state.tier, state.path, state.model = turn.report.tier, turn.report.path, turn.model
     return {
         "x-kvrelay-path": turn.report.path,
         "x-kvrelay-model": turn.model,

@@ -11,6 +11,8 @@ from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+from workers.api import tracing
+
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 
@@ -29,7 +31,7 @@ def taken_up(headers: Iterable[tuple[bytes, bytes]]) -> str:
 def headers() -> dict[str, str]:
     """For a call that is made for the request at hand."""
     known = request_id.get()
-    return {} if known is None else {REQUEST_ID_HEADER: known}
+    return ({} if known is None else {REQUEST_ID_HEADER: known}) | tracing.headers()
 
 
 def add_request_id(logger: Any, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from workers.api import tracing
 from workers.api.errors import RequestTooLarge, RequestTooSlow, Unauthorized
 from workers.api.schemas import SECRET_HEADER
 from workers.api.trail import loggable, request_id, taken_up
@@ -16,6 +20,12 @@ from workers.metrics import WorkerMetrics
 from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply, internal_error
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+SPANS = {
+    "/v1/prefix/prefill": "prefill",
+    "/v1/cache/transfer": "transfer",
+    "/v1/chat/completions": "decode",
+    "/v1/completions": "decode",
+}
 UNLOGGED = OPEN_PATHS | {"/v1/info"}  # asked every second
 
 log = structlog.get_logger()
@@ -120,7 +130,8 @@ class Record:
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            with _traced(scope):
+                await self._app(scope, receive, counted)
         except Exception as bug:
             log.error("internal_error", **loggable(bug))
             if status == CLIENT_CLOSED_REQUEST:
@@ -131,3 +142,14 @@ class Record:
             if route not in UNLOGGED:
                 took_ms = round((time.monotonic() - began) * 1000, 1)
                 log.info("call", request_id=request_id.get(), route=route, status=status, took_ms=took_ms)
+
+
+@contextmanager
+def _traced(scope: Scope) -> Iterator[None]:
+    """A span over the calls that do work."""
+    name = SPANS.get(scope["path"]) or ("lease" if scope["path"].endswith("/lease") else None)
+    if name is None or not tracing.is_on():
+        yield
+        return
+    with tracing.span(name, incoming=Headers(scope=scope)):
+        yield

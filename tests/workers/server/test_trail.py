@@ -1,8 +1,10 @@
-"""One request in the logs of the gateway and of both workers: under one id, and without a word of it."""
+"""One request in logs and traces of the gateway and of both workers: under one id, and without a word of it."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -10,14 +12,26 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
 from gateway import settings
 from gateway.app import create_app
 from tests.workers.server.support import SECRET, TALK, Served, chat_request
+from workers.api import tracing
 from workers.process import configure_logging
 
 CANARY = "".join(("can", "ary"))  # a log of the place holds the line that raised it
+UNTRACED = """
+import sys
+from workers.api import tracing
+tracing.start(tracing.TracingSettings(), "service")
+with tracing.span("request"):
+    print(tracing.headers())
+sys.exit(any(name.startswith("opentelemetry") for name in sys.modules))
+"""
 ESCALATED = {
     "model": "auto",
     "messages": [message.model_dump(exclude_none=True) for message in TALK],
@@ -61,6 +75,60 @@ async def test_one_id_is_found_in_all_logs(pair: tuple[Served, Served]) -> None:
     assert not [word for word in ("quick brown", "holds keys", written) if word in str(logged)]
 
 
+@pytest.fixture
+def exported() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.use(provider)
+    yield exporter
+    tracing.use(None)
+
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+async def test_one_trace_goes_through_gateway_and_workers(
+    pair: tuple[Served, Served], exported: InMemorySpanExporter
+) -> None:
+    async with gateway_over(pair) as http:
+        reply = await http.post("/v1/chat/completions", json=ESCALATED, headers={"traceparent": CALLER})
+    spans = {span.context.span_id: span for span in exported.get_finished_spans()}
+    assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {CALLER.split("-")[1]}
+    told = [(span.name, spans[span.parent.span_id].name) for span in spans.values() if span.parent.span_id in spans]
+    assert sorted(told) == [
+        ("decode", "decode"),
+        ("decode", "request"),
+        ("lease", "transfer"),
+        ("prefill", "prefill"),
+        ("prefill", "request"),
+        ("prefix", "request"),
+        ("route", "request"),
+        ("transfer", "request"),
+        ("transfer", "transfer"),
+    ]
+    (request,) = [span for span in spans.values() if span.name == "request"]
+    assert f"{request.parent.span_id:016x}" == CALLER.split("-")[2]
+    assert request.attributes == {
+        "gen_ai.request.model": "auto",
+        "gen_ai.response.model": "tiny-large",
+        "kvrelay.path": "mapped",
+    }
+    assert "quick brown" not in str([span.to_json() for span in spans.values()]) and reply.status_code == 200
+
+
+async def test_a_call_that_fails_says_so_in_its_span(served: Served, exported: InMemorySpanExporter) -> None:
+    served.worker.prompts.read_chat = failing  # type: ignore[assignment]
+    await served.http.post("/v1/chat/completions", json=chat_request().model_dump(exclude_none=True))
+    (span,) = exported.get_finished_spans()
+    assert (span.name, span.attributes, span.events) == ("decode", {"error.type": "ValueError"}, ())
+
+
+def test_without_a_collector_nothing_is_traced_and_nothing_imported() -> None:
+    told = subprocess.run([sys.executable, "-c", UNTRACED], capture_output=True, text=True)
+    assert (told.returncode, told.stdout) == (0, "{}\n"), told.stderr
+
+
 @contextmanager
 def logging_as_a_worker() -> Iterator[None]:
     configure_logging()
@@ -70,6 +138,10 @@ def logging_as_a_worker() -> Iterator[None]:
         structlog.reset_defaults()
 
 
+def failing(*args: object) -> None:
+    raise ValueError(CANARY)
+
+
 def of_worker(told: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
@@ -77,10 +149,7 @@ def of_worker(told: str) -> list[dict[str, Any]]:
 async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: object) -> None:
-        raise ValueError(CANARY)
-
-    served.worker.prompts.read_chat = fail  # type: ignore[assignment]
+    served.worker.prompts.read_chat = failing  # type: ignore[assignment]
     body = chat_request().model_dump(exclude_none=True)
     with logging_as_a_worker():
         reply = await served.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-2"})
@@ -88,7 +157,7 @@ async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(
     told = capsys.readouterr().err
     (bug,) = [line for line in of_worker(told) if line["event"] == "internal_error"]
     assert (bug["error"], bug["request_id"]) == ("ValueError", "mine-2")
-    assert "in fail" in bug["where"][-1]
+    assert "in failing" in bug["where"][-1]
     assert CANARY not in told + reply.text
 
 
