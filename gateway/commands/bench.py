@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from gateway.commands import family
+from gateway.commands import family, phases
 from gateway.commands.client import Answer, RequestFailed, chat
 from gateway.commands.documents import Documents
 from gateway.commands.files import add_json_option, write_json
@@ -92,17 +92,21 @@ def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
         secret = family.cluster_secret(Path(scratch) / "secret")
         with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
             stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            documents = Documents(stack.workers["large-0"].url, secret.read_text().strip())
+            target = stack.workers["large-0"].url
+            documents = Documents(target, secret.read_text().strip())
             http = httpx.Client(base_url=stack.url, timeout=300, trust_env=False)
             with http, Plain(folders["large"]) as plain:
                 _warm_up(http, documents)
-                rows = list(_measure(http, plain, documents, lengths, repeats))
+                measured = list(_measure(http, plain, documents, lengths, repeats, target))
             memory = {worker: _peak_memory(child.pid) for worker, child in stack.workers.items()}
+    rows = [row for row, _ in measured]
     return {
         "machine": machine(),
         "commit": commit(),
         "rows": [asdict(row) for row in rows],
         "summary": _summary(rows),
+        "handoffs": phases.summary([split for _, split in measured if split]),
+        "map": family.map_speed(name),
         "peak_memory_bytes": memory,
     }
 
@@ -114,17 +118,21 @@ def _warm_up(http: httpx.Client, documents: Documents) -> None:
 
 
 def _measure(
-    http: httpx.Client, plain: Plain, documents: Documents, lengths: Sequence[int], repeats: int
-) -> Iterator[Row]:
+    http: httpx.Client, plain: Plain, documents: Documents, lengths: Sequence[int], repeats: int, target: str
+) -> Iterator[tuple[Row, phases.Split | None]]:
     for repeat in range(repeats):
         for length in lengths:
             for shift in range(len(ARMS)):
                 arm = ARMS[(shift + repeat) % len(ARMS)]
                 document = documents.of_length(length, f"{arm} {length} {repeat}")
+                before = phases.look(target)
                 for warm, answer in enumerate(_turns(http, arm, document)):
-                    yield _row(arm, length, repeat, bool(warm), answer)
+                    after = phases.look(target)
+                    split = phases.between(before, after, length, bool(warm), answer.kvrelay)
+                    yield _row(arm, length, repeat, bool(warm), answer), split
+                    before = after
             ids = documents.token_ids(documents.of_length(length, f"{PLAIN} {length} {repeat}"), QUESTIONS[0])
-            yield Row("A", length, repeat, False, plain.prefill_ms(ids), PLAIN)
+            yield Row("A", length, repeat, False, plain.prefill_ms(ids), PLAIN), None
             print(f"  {length} tokens, repeat {repeat + 1}/{repeats}", flush=True)
 
 
@@ -178,7 +186,16 @@ def _table(report: dict[str, Any]) -> str:
     ]
     memory = ", ".join(f"{worker} {size / 2**20:.0f} MiB" for worker, size in report["peak_memory_bytes"].items())
     head = ["tokens", "cache", "arm", "TTFT ms", "handoff TTFT ms", "handoff / A"]
-    return "\n" + render(head, rows) + f"\n\npeak memory: {memory}"
+    parts = [render(head, rows), phases.table(report["handoffs"]), _map_line(report["map"])]
+    return "\n" + "\n\n".join([*parts, f"peak memory: {memory}"])
+
+
+def _map_line(speed: dict[str, Any]) -> str:
+    by_length = ", ".join(f"{row['ms'] * 1024 / row['tokens']:.0f} at {row['tokens']}" for row in speed["map"])
+    return (
+        f"the map alone: {speed['share_of_peak']:.0%} of the {speed['peak_gflops']:.0f} GFLOPS that one large float32 "
+        f"product reaches with {speed['threads']} threads (goal: >= 60%); ms per 1,024 tokens, medians: {by_length}"
+    )
 
 
 def _share(handoff_ms: float | None, baseline_ms: float) -> str:

@@ -40,6 +40,18 @@ def prepare(name: str) -> dict[str, str]:
         return folders
 
 
+def map_speed(name: str) -> dict[str, Any]:
+    """What `kvrelay bundle speed` measures of the family's bundle, in a process of its own."""
+    with TemporaryDirectory() as scratch:
+        result = Path(scratch) / "speed.json"
+        command = [sys.executable, "-m", "gateway.cli", "bundle", "speed", name, "--json", str(result)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise StackError(f"the map of {name!r} could not be timed (status {done.returncode}); see above")
+        speed: dict[str, Any] = json.loads(result.read_text())
+        return speed
+
+
 def cluster_secret(path: Path) -> Path:
     """The file with the secret that gateway and workers share, made with mode 0600 if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@
     kvrelay bundle verify BUNDLE                   whether its files match their digests, and whether it passes its gate
     kvrelay bundle diff BUNDLE BUNDLE              what differs between two
     kvrelay bundle compose A_TO_B B_TO_C --out C   one map in place of two, with nothing fitted
+    kvrelay bundle speed BUNDLE [--json FILE]      how fast it maps here, beside what the processor can do
 
 A bundle is a folder or the name of an embedded family.
 """
@@ -22,6 +23,7 @@ from mappers.compose import compose
 from mappers.difference import difference
 from mappers.errors import MapperError
 from mappers.families import find_family
+from mappers.speed import measure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,12 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrelay bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    actions = parser.add_subparsers(required=True, metavar="show | verify | diff | compose")
+    actions = parser.add_subparsers(required=True, metavar="show | verify | diff | compose | speed")
     for name, run, bundles in (
         ("show", _show, ["bundle"]),
         ("verify", _verify, ["bundle"]),
         ("diff", _diff, ["first", "second"]),
         ("compose", _compose, ["first", "second"]),
+        ("speed", _speed, ["bundle"]),
     ):
         action = actions.add_parser(name)
         action.set_defaults(run=run)
@@ -52,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
             action.add_argument(bundle)
         if name == "compose":
             action.add_argument("--out", required=True, metavar="FOLDER", help="where the bundle goes")
+        if name == "speed":
+            action.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
 
 
@@ -83,3 +88,14 @@ def _compose(options: argparse.Namespace) -> str:
     mapper = save(compose(load(_folder(options.first)), load(_folder(options.second))), options.out)
     source, target = mapper.manifest.source.name, mapper.manifest.target.name
     return f"bundle {mapper.bundle_id} from {source} to {target}, without an evaluation; written to {options.out}"
+
+
+def _speed(options: argparse.Namespace) -> str:
+    speed = measure(load(_folder(options.bundle)))
+    if options.json:
+        options.json.write_text(json.dumps(speed.told, indent=2) + "\n")
+    rates = "\n".join(f"{tokens:>6} tokens  {ms:8.1f} ms" for tokens, ms in speed.map_ms.items())
+    return (
+        f"{rates}\n{speed.share_of_peak:.0%} of the {speed.peak_gflops:.0f} GFLOPS of one large float32 product, "
+        f"{speed.threads} threads"
+    )

@@ -120,6 +120,17 @@ def test_bundle_show_is_json_without_the_configs(workplace: Path, capsys: pytest
     assert shown["source"]["name"] == "small" and "config" not in shown["source"]
 
 
+def test_bundle_speed_tells_times_and_the_share_of_the_peak(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "speed.json"
+    assert bundle.main(["speed", str(workplace / "bundle"), "--json", str(report)]) == 0
+    speed = json.loads(report.read_text())
+    assert [row["tokens"] for row in speed["map"]] == [512, 1024, 2048, 4096]
+    assert speed["peak_gflops"] > 0 and speed["share_of_peak"] > 0
+    assert f"{speed['peak_gflops']:.0f} GFLOPS" in capsys.readouterr().out
+
+
 def test_eval_refuses_other_weights(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     swapped = ["--source", str(workplace / "large"), "--target", str(workplace / "small")]
     data = ["--data", str(workplace / "talks.jsonl")]
