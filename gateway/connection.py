@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,12 +19,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 async def read_body(request: Request, within_s: float) -> bytes:
-    """Raises `RequestTimeout` for a client that sends too slowly."""
+    """Raises `RequestTimeout` for a client that sends too slowly, `ClientDisconnected` for one that hangs up."""
     try:
         async with asyncio.timeout(within_s):
             return await request.body()
     except TimeoutError as error:
         raise RequestTimeout(f"the body did not arrive within {within_s:g} s") from error
+    except ClientDisconnect as error:
+        raise ClientDisconnected("the client hung up before its body was there") from error
 
 
 class HangUp:

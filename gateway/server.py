@@ -26,6 +26,10 @@ from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 
+# How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else
+# a request that is on its way just then is broken off without a word.
+KEPT_S = 75
+
 QUIET: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
 
 log = structlog.get_logger()
@@ -35,7 +39,17 @@ class Server(uvicorn.Server):
     """uvicorn, with a grace before it stops, and a file that tells where it listens."""
 
     def __init__(self, app: FastAPI, ready_file: Path | None):
-        super().__init__(uvicorn.Config(app, loop="uvloop", http="httptools", ws="none", proxy_headers=False, **QUIET))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                proxy_headers=False,
+                timeout_keep_alive=KEPT_S,
+                **QUIET,
+            )
+        )
         self._gateway: Gateway = app.state.gateway
         self._source: Source | None = app.state.source
         self._ready_file = ready_file

@@ -9,6 +9,7 @@ from typing import Generic
 from starlette.requests import Request
 
 from gateway.connection import read_body
+from gateway.errors import ClientDisconnected
 from gateway.schemas import R, parse
 from gateway.snapshot import Snapshot
 from gateway.tenants import Tenant
@@ -24,14 +25,18 @@ class Incoming(Generic[R]):
 
 
 async def take_in(request: Request, kind: type[R]) -> Incoming[R]:
-    """Counts against the tenant's minute. Raises `AuthenticationFailed`, `RateLimited`, `RequestTimeout`, and what
-    `parse` raises."""
+    """Counts against the tenant's minute. Raises `AuthenticationFailed`, `RateLimited`, `RequestTimeout`,
+    `ClientDisconnected`, and what `parse` raises."""
     snapshot: Snapshot = request.state.snapshot
     settings = snapshot.settings
     tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
     request.state.tenant = tenant.name
     await snapshot.parts.quotas.admit(tenant)
     reading_at = time.monotonic()
-    raw = await read_body(request, settings.deadlines.body_s)
+    try:
+        raw = await read_body(request, settings.deadlines.body_s)
+    except ClientDisconnected:
+        request.app.state.gateway.metrics.client_disconnects.labels("body").inc()
+        raise
     waited_s = time.monotonic() - reading_at
     return Incoming(tenant, parse(raw, kind, settings.limits), waited_s)

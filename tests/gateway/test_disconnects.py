@@ -55,6 +55,18 @@ async def test_hanging_up_stops_the_call_under_way(
     assert stack.metric("num_requests_running", tier="small") == stack.metric("num_requests_running", tier="large") == 0
 
 
+async def test_hanging_up_within_the_body(stack: Stack) -> None:
+    """It is counted as what it is, and not as a bug of ours."""
+    url = httpx.URL(stack.url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: 999\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await eventually(lambda: stack.metric("client_disconnects_total", phase="body") == 1)
+    await eventually(lambda: stack.metric("requests_total", model="none", status="499") == 1)
+
+
 @pytest.mark.parametrize("call", ["chat", "cached_chat"])
 async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: str) -> None:
     stack.large.answer = " ".join(["word"] * 500)

@@ -19,6 +19,9 @@ import pytest
 import yaml
 
 from gateway.__main__ import main
+from gateway.app import create_app
+from gateway.server import Server
+from gateway.settings import from_values
 from tests.gateway.stack import MESSAGES, eventually, fakes, right_answer, text, values
 from tests.serving import free_socket, serving, url_of
 from workers.api.fake import FAKE_SECRET, FakeWorker
@@ -91,6 +94,13 @@ async def test_it_tells_where_it_listens_answers_and_drains_on_sigterm(tmp_path:
                 reply = await under_way
                 assert text(reply) == right_answer(large, MESSAGES)
             assert process.wait(timeout=10) == 0
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
+    """Else a request that is just being sent meets a connection that is just being closed."""
+    kept_s = Server(create_app(from_values(values()), FAKE_SECRET), None).config.timeout_keep_alive
+    assert kept_s > 60, "as load balancers do"
+    assert kept_s > (httpx.Limits().keepalive_expiry or 0)
 
 
 async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
