@@ -81,7 +81,7 @@ class Soak:
             parts = [*asking, self.faults.run(), self.watch.run(), self._progress()]
             await until_time_is_up(parts, 60 * self.asked.minutes, stopped)
         self.was_stopped = stopped.is_set()
-        if not self.watch.troubles:
+        if not self.was_stopped and not self.watch.troubles:
             await self.watch.come_to_rest(START_S)  # what was killed may only just be starting
 
     def _tenants(self, oracle: Oracle) -> list[Tenant]:

@@ -29,19 +29,15 @@ class Watch:
         self.pids: set[int] = set()  # all that there ever were
         self._stack = stack
         self._workers = workers
-        self._began_at: float | None = None
-
-    @property
-    def run_s(self) -> float:
-        """Since it began to look."""
-        return time.monotonic() - self._began_at if self._began_at else 0.0
+        self.run_s = 0.0  # for which it has looked
 
     async def run(self) -> None:
         """Until it is cancelled, or a process ends by itself."""
-        self._began_at = time.monotonic()
+        began_at = time.monotonic()
         async with httpx.AsyncClient(timeout=PROBE_S, trust_env=False) as http:
             while not self._note_ended():
                 await asyncio.gather(*(self._look_at(http, part, child) for part, child in self._parts()))
+                self.run_s = time.monotonic() - began_at
                 await asyncio.sleep(SAMPLE_S)
 
     async def come_to_rest(self, within_s: float) -> None:
