@@ -55,6 +55,9 @@ def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> 
         ({"url": "127.0.0.1:80"}, "workers.small-0.url.*http://"),
         ({"peers": {"x": "ftp://y"}}, "workers.small-0.peers.*ftp://y"),
         ({"max_queue": -1}, "workers.small-0.max_queue.*-1"),
+        ({"tcp": {"host": "0.0.0.0"}}, "workers.small-0.tcp.*'0.0.0.0' is every address .*address must say"),
+        ({"tcp": {"prot": 1}}, "workers.small-0.tcp.prot: Extra inputs"),
+        ({"host_tier_bytes": -1}, "workers.small-0.host_tier_bytes.*-1"),
         ({"pool_bytes": "much"}, "workers.small-0.pool_bytes.*'much'"),
     ],
 )
