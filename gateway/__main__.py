@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,20 +71,17 @@ def _settings(asked: argparse.Namespace) -> Settings:
 
 def _log_to_stderr() -> None:
     structlog.configure(
-        processors=[
-            add_request_id,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(serializer=_json),
-        ],
+        processors=[add_request_id, _line],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.BytesLoggerFactory(file=sys.stderr.buffer),
         cache_logger_on_first_use=True,
     )
 
 
-def _json(event: structlog.typing.EventDict, default: Callable[[Any], Any]) -> bytes:
-    return orjson.dumps(event, default=default, option=orjson.OPT_NON_STR_KEYS)
+def _line(logger: Any, level: str, event: structlog.typing.EventDict) -> bytes:
+    """Level, time and JSON in one: a request has several lines."""
+    told = {**event, "level": level, "timestamp": datetime.now(UTC)}
+    return orjson.dumps(told, default=repr, option=orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS)
 
 
 if __name__ == "__main__":

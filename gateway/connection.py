@@ -144,7 +144,7 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _stop(task: asyncio.Task[Any]) -> None:
     """Cancels the task and waits until it has cleaned up."""
-    task.cancel()
-    await asyncio.wait({task})
+    if task.cancel():
+        await asyncio.wait({task})
     if not task.cancelled():
         task.exception()

@@ -8,6 +8,7 @@ configuration is read anew.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -57,6 +58,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.freeze()  # all that is there now stays: no collection needs to look at it again
         if self._source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.asked.set)
         url = _url(sockets[0]) if sockets else ""
