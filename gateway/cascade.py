@@ -124,14 +124,14 @@ class Cascade:
 
     async def _cascade(self) -> Stream:
         """The tiers in turn: one answers, its first tokens are judged, and the next takes over if they won't do."""
-        above = self._takeovers
+        above, by = self._takeovers, self._small_by()
         try:
-            read, stream = await self._reader.answer(self._small_by())
+            read, stream = await self._reader.answer(by)
         except KvrelayError as error:
             return await self._native.fall_back(error)
         while above:
             try:
-                verdict = await self._judged(read, stream, above[0])
+                verdict = await self._judged(read, stream, above[0], by)
             except KvrelayError as error:
                 above[0].let_go()
                 return await self._native.fall_back(error)
@@ -146,6 +146,7 @@ class Cascade:
                 return stream
             await stream.aclose()
             stream, above = await self._taken_over(read, above)
+            by = self._small_by()
         return stream
 
     async def _taken_over(self, read: Read | None, above: list[Takeover]) -> tuple[Stream, list[Takeover]]:
@@ -164,10 +165,10 @@ class Cascade:
 
     _ROUTES = {"answer": _answer, "cascade": _cascade, "escalate": _escalate}
 
-    async def _judged(self, read: Read | None, stream: Stream, above: Takeover) -> Verdict:
+    async def _judged(self, read: Read | None, stream: Stream, above: Takeover, by: Deadline) -> Verdict:
         """Whether an answer under way will do. A handoff to the tier above may have begun by then."""
         with self._turn.upstream(self._answers.phase(stream.worker)):
-            tokens = await self._to_be_judged(read, stream, above, self._small_by())
+            tokens = await self._to_be_judged(read, stream, above, by)
         return self._account.judged(self.course.policy.judge(tokens))
 
     async def _to_be_judged(self, read: Read | None, stream: Stream, above: Takeover, by: Deadline) -> list[Token]:
@@ -185,7 +186,7 @@ class Cascade:
         return await reply.first_tokens(1, by)
 
     def _small_by(self) -> Deadline:
-        """Until then an answer that is to be judged must have come far enough."""
+        """Until then an answer that is to be judged, begun now, must have come far enough."""
         return self._turn.deadline.share(self._times.small_share)
 
 

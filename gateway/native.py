@@ -26,7 +26,7 @@ from workers.api.errors import (
 
 # Of the time left:
 CACHED_CHAT_SHARE = 0.25  # so much a cache that stands ready gets at least to bring a first token
-PLAIN_SHARE = 0.5  # so much a full prefill gets at least, where the small model could answer in its place
+PLAIN_SHARE = 0.5  # so much a full prefill gets at least, where another tier could answer in its place
 
 FALLBACK_PREFIX = {"small_prefill": "small_", "small_answer": "small_", "large_answer": "large_"}  # by phase
 
@@ -83,11 +83,11 @@ class Native:
         return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged)
 
     async def read_in_full(self) -> Stream:
-        """A full prefill, on the next worker where one fails before its first token. It leaves the small model time to
-        answer, where that could."""
+        """A full prefill, on the next worker where one fails before its first token. It leaves time to answer for who
+        could in its place: the small model, or a tier above."""
         failed: dict[str, KvrelayError] = {}
         by = self._turn.deadline
-        if self._small_may_stand_in:
+        if self._small_may_stand_in or self._course.is_judged:
             reserve_s = self._course.parts.settings.deadlines.decode_reserve_s
             by = max(by.less(reserve_s), by.share(PLAIN_SHARE), key=lambda deadline: deadline.at)
         self._was_read_in_full = True
