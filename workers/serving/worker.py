@@ -9,6 +9,7 @@ from types import TracebackType
 
 import structlog
 
+from workers import heap
 from workers.api.client import WorkerClient
 from workers.api.errors import ModelNotFound
 from workers.api.schemas import WorkerInfo
@@ -33,6 +34,7 @@ from workers.transports.lender import Lender
 log = structlog.get_logger()
 
 SWEEP_S = 1.0
+HEAP_S = 10.0
 
 
 class Worker:
@@ -75,6 +77,7 @@ class Worker:
         if self.lender is not None:
             self.lender.start()
         self._chores.append(asyncio.create_task(self._sweep()))
+        self._chores.append(asyncio.create_task(heap.keep_small(HEAP_S)))
         self._chores.append(asyncio.create_task(self.shadow.run()))
         if self.settings.upgrade_idle_s is not None:
             self._chores.append(asyncio.create_task(self.upgrader.run()))
