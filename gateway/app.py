@@ -9,6 +9,7 @@ from functools import partial
 import httpx
 from fastapi import FastAPI
 
+from gateway.discovery import discovering
 from gateway.document import document
 from gateway.middleware import Bounds, Trace
 from gateway.reload import Source, following
@@ -37,7 +38,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
         try:
-            async with following(gateway, source):
+            async with following(gateway, source), discovering(gateway, secret):
                 yield
         finally:
             await gateway.stop()

@@ -101,6 +101,8 @@ def _likely(tier: Tier) -> Worker:
     try:
         return tier.pick()
     except KvrelayError:
+        if not tier.workers:
+            raise
         return next(iter(tier.workers.values()))
 
 

@@ -48,7 +48,7 @@ class Quotas:
         from redis.asyncio import Redis  # which nobody else needs
 
         from gateway.registry.guard import Guard
-        from gateway.registry.pools import pool_of
+        from workers.api.redis_pool import pool_of
 
         self._pool = pool_of(url, timeout_s)
         storage = RedisStorage(

@@ -29,8 +29,9 @@ from gateway import policies
 from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
-from gateway.redis_url import SENTINEL_SCHEMES, SentinelUrl, is_sentinel
 from workers.api import secret
+from workers.api.heartbeat import DiscoverySettings
+from workers.api.redis_url import SENTINEL_SCHEMES, SentinelUrl, is_sentinel
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
 
@@ -199,7 +200,7 @@ class Settings(BaseSettings):
     )
 
     tiers: tuple[TierSettings, ...]
-    workers: dict[Name, WorkerSettings]
+    workers: dict[Name, WorkerSettings] = {}
     server: ServerSettings = ServerSettings()
     registry: RegistrySettings = RegistrySettings()
     policy: dict[str, Any] = {"name": "confidence"}
@@ -210,6 +211,7 @@ class Settings(BaseSettings):
     deadlines: Deadlines = Deadlines()
     handoff: HandoffSettings = HandoffSettings()
     shadow: ShadowSettings = ShadowSettings()
+    discovery: DiscoverySettings | None = None
     breaker: BreakerSettings = BreakerSettings()
     bundles: tuple[str, ...] = ()
     secret_file: Path = Path(".kvrelay/secret")
@@ -237,7 +239,7 @@ class Settings(BaseSettings):
             if worker.tier not in names:
                 raise ValueError(f"workers.{worker_id}.tier: unknown tier {worker.tier!r}; known: {', '.join(names)}")
         idle = [name for name in names if name not in {worker.tier for worker in self.workers.values()}]
-        if idle:
+        if idle and self.discovery is None:
             raise ValueError(f"tiers: tier {idle[0]!r} has no worker; name it as `tier` of one under workers")
         if DEFAULT_TENANT not in self.tenants:
             raise ValueError(f"tenants: {DEFAULT_TENANT!r} is missing; known: {', '.join(self.tenants)}")
@@ -341,6 +343,7 @@ def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
         "deadlines": Deadlines,
         "handoff": HandoffSettings,
         "shadow": ShadowSettings,
+        "discovery": DiscoverySettings,
         "breaker": BreakerSettings,
     }
     section = sections[str(loc[0])] if loc else Settings

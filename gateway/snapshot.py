@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx
+import structlog
 
 from gateway import registry
 from gateway.client_caches import ClientCaches
@@ -25,12 +26,14 @@ from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.prefixes import Prefixes
 from gateway.quotas import Quotas
-from gateway.settings import Settings, read_secret
+from gateway.settings import Settings, WorkerSettings, read_secret
 from gateway.tenants import AdminKey, Tenants
 from gateway.usage import Usage
 
+log = structlog.get_logger()
+
 STOP_S = 2.0  # at the end no request is left, and so nothing to wait for
-FIXED = ("server", "secret_file", "tracing")  # what a running process cannot change
+FIXED = ("server", "secret_file", "tracing", "discovery")  # what a running process cannot change
 
 
 class Snapshot:
@@ -77,6 +80,8 @@ class Gateway:
         self._watch: asyncio.Task[None] | None = None
         self._retiring: list[asyncio.Task[None]] = []
         self._reloading = asyncio.Lock()
+        self._configured = settings
+        self._found: dict[str, WorkerSettings] = {}
         self.current = self._built(settings, None)
         self.parts.fleet.show_circuits()
         self.metrics.config_generation.set(1)
@@ -106,23 +111,34 @@ class Gateway:
         """Every request from now on sees these settings. Raises `SettingsError` for what needs a restart, or is not
         safe; then all stays as it is."""
         async with self._reloading:
-            before = self.current
-            settings.check_bind()
-            for name in FIXED:
-                if getattr(settings, name) != getattr(before.settings, name):
-                    raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
-            after = self._built(settings, before)
-            try:
-                await after.parts.fleet.look_at_new()
-            except BaseException:
-                await _closed(after, before)
-                raise
-            self.current = after
-            after.parts.fleet.show_circuits()
-            self.metrics.config_generation.set(after.generation)
-            self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
-            await _ended(watch)
-            self._retire(before, after)
+            await self._change_to(settings, self._found)
+
+    async def found(self, workers: Mapping[str, WorkerSettings]) -> None:
+        """Every request from now on sees these workers, and those that are configured."""
+        async with self._reloading:
+            if workers != self._found:
+                await self._change_to(self._configured, dict(workers))
+                log.info("workers_found", workers=sorted(workers))
+
+    async def _change_to(self, configured: Settings, found: dict[str, WorkerSettings]) -> None:
+        before = self.current
+        settings = configured.model_copy(update={"workers": found | configured.workers})
+        settings.check_bind()
+        for name in FIXED:
+            if getattr(settings, name) != getattr(before.settings, name):
+                raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
+        after = self._built(settings, before)
+        try:
+            await after.parts.fleet.look_at_new()
+        except BaseException:
+            await _closed(after, before)
+            raise
+        self.current, self._configured, self._found = after, configured, found
+        after.parts.fleet.show_circuits()
+        self.metrics.config_generation.set(after.generation)
+        self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
+        await _ended(watch)
+        self._retire(before, after)
 
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
         tenants, admin_key = Tenants(settings, self._secret), _admin_key(settings)

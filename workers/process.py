@@ -23,6 +23,7 @@ from workers.api import tracing
 from workers.api.errors import KvrelayError
 from workers.api.trail import add_request_id, place_of_bug
 from workers.app import create_app
+from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
 
@@ -94,7 +95,7 @@ async def _serve(worker: Worker, secret: str, listener: socket.socket, ready_fil
     loop = asyncio.get_running_loop()
     for wanted in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(wanted, server.stop)
-    async with worker:
+    async with worker, announced(worker, secret, worker.settings.url or _url(worker.settings, listener)):
         try:
             await server._serve([listener])  # `serve` would install uvicorn's own signal handlers
         finally:

@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workers.api import secret
+from workers.api.heartbeat import DiscoverySettings
 from workers.api.tracing import TracingSettings
 from workers.engines import ENGINES
 
@@ -96,6 +97,7 @@ class WorkerSettings(BaseModel):
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}
     tracing: TracingSettings = TracingSettings()  # the file's own
+    discovery: DiscoverySettings | None = None  # this, too
     tcp: TcpSettings | None = None
     grace_s: float = Field(default=0.5, ge=0)
     drain_s: float = Field(default=30.0, ge=0)
@@ -144,6 +146,7 @@ class _ConfigFile(BaseModel):
     workers: dict[WorkerId, WorkerSettings] = Field(min_length=1)
     bundles: list[str] = []
     tracing: TracingSettings = TracingSettings()
+    discovery: DiscoverySettings | None = None
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -169,6 +172,7 @@ def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None
         "bundles": [_locate(folder, bundle) for bundle in worker.bundles or config.bundles],
         "model": _locate(folder, worker.model),
         "tracing": config.tracing,
+        "discovery": config.discovery,
     }
     return _validated(path, WorkerSettings, worker.model_dump(exclude_unset=True) | changes)
 

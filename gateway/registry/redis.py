@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway.registry.base import Entry, Registry
 from gateway.registry.guard import Guard, OnOp
-from gateway.registry.pools import pool_of
+from workers.api.redis_pool import pool_of
 
 PREFIX = "kvrelay:prefix:"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import SettingsError
-from gateway.redis_url import SentinelUrl
 from gateway.settings import from_values
 from tests.gateway.redis_process import watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
+from workers.api.redis_url import SentinelUrl
 
 TIMEOUT_MS = 100
-SLACK_S = 5.0  # for a busy machine
+MOST_S = 60.0  # on a busy machine; else a few seconds
 
 
 async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable[[str], str], tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable
             failed = num("error") + num("timeout")
             assert 1 <= failed <= 4, "the first of the prefixes' and of the quotas' Redis; then they are not asked"
             assert num("skipped") > 30
-            deadline = time.monotonic() + SLACK_S + 15
+            deadline = time.monotonic() + MOST_S
             while num("ok") < num_ok + 4 or await answered() != "exact":
                 assert time.monotonic() < deadline, "the new master was not found"
             assert before == "exact"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from workers.api.client import WorkerClient
@@ -40,6 +40,9 @@ class Transfers:
         self._engine = engine
         self._metrics = metrics
         self._bundles = bundles
+        self._connect = connect
+        self._configured = dict(settings.peers)
+        self._urls = dict(settings.peers)
         self._peers = {worker_id: connect(url) for worker_id, url in settings.peers.items()}
         self._handoffs = Handoffs(
             HandoffTarget(
@@ -61,12 +64,22 @@ class Transfers:
         )
 
     async def transfer(self, request: TransferRequest) -> TransferReply:
-        """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is not configured."""
+        """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is no peer."""
         try:
             return await self._handoffs.transfer(request, peer=self._peer(request))
         except BundleUnusable as error:
             refusals = f"; refused: {self._bundles.refusals}" if self._bundles.refusals else ""
             raise BundleUnusable(f"{error}{refusals}", param=error.param) from error
+
+    async def meet(self, found: Mapping[str, str]) -> None:
+        """These peers, by id and URL, beside those that are configured; ones that were met before and are not among
+        them are forgotten."""
+        urls = {**found, **self._configured}
+        parted = [name for name, url in self._urls.items() if urls.get(name) != url]
+        closing = [self._peers.pop(name) for name in parted]
+        self._peers |= {name: self._connect(url) for name, url in urls.items() if name not in self._peers}
+        self._urls = urls
+        await asyncio.gather(*(peer.aclose() for peer in closing))
 
     async def aclose(self) -> None:
         await self._handoffs.aclose()

@@ -52,9 +52,15 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, peers: Mapping[str, ASGIApp] | None = None, bundles: Sequence[Path] = (), **changes: Any
+    folder: Path,
+    *,
+    peers: Mapping[str, ASGIApp] | None = None,
+    strangers: Mapping[str, ASGIApp] = {},
+    bundles: Sequence[Path] = (),
+    **changes: Any,
 ) -> AsyncIterator[Served]:
-    """A worker over `folder`; `peers` are other workers' apps, reached without a network."""
+    """A worker over `folder`; `peers` are other workers' apps, reached without a network, and so are `strangers` once
+    it has met them."""
     peers = peers or {}
     settings = tiny.settings_for(
         folder,
@@ -64,7 +70,8 @@ async def serving(
     )
 
     def connect(url: str) -> WorkerClient:
-        return connected(peers[httpx.URL(url).host.split(".")[0]], url)
+        name = httpx.URL(url).host.split(".")[0]
+        return connected(peers[name] if name in peers else strangers[name], url)
 
     worker = build_worker(settings, SECRET, connect=connect)
     async with worker:

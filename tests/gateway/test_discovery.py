@@ -1,0 +1,127 @@
+"""Workers that are found by their heartbeats: they come, go, restart; and nobody's beats count but the cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import SettingsError
+from gateway.settings import from_values
+from tests.gateway.redis_process import RedisProcess, redis_process
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
+from workers.api.board import Board, RedisError, repeating
+from workers.api.fake import FAKE_SECRET, FakeWorker
+from workers.api.heartbeat import MAX_AGE_S, Heartbeat, Living
+
+BEAT_S, LOST_AFTER_S = 0.05, 2.0
+
+
+def beat(**changes: Any) -> Heartbeat:
+    fields = {"worker": "large-0", "tier": "large", "url": "http://large-0", "epoch": "e1", "at": time.time()}
+    return Heartbeat(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("signed", "is_read"),
+    [
+        (beat().signed(FAKE_SECRET), True),
+        (beat().signed("another secret"), False),
+        (beat(at=time.time() - MAX_AGE_S - 60).signed(FAKE_SECRET), False),
+        (beat().signed(FAKE_SECRET).replace("http://large-0", "http://evil-0"), False),
+        ("{}", False),
+        ("no JSON", False),
+    ],
+)
+def test_only_what_the_cluster_has_signed_lately_is_read(signed: str, is_read: bool) -> None:
+    assert (Heartbeat.read(signed, FAKE_SECRET) is not None) is is_read
+
+
+def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
+    living, first, later = Living(4.0), beat(at=1.0), beat(at=2.0)
+    for now in (100.0, 101.0, 102.0, 103.0):
+        assert living.update([first], now) == {"large-0": first}, "the board shows its last one"
+    for now in (103.5, 104.5, 105.5, 106.5):
+        assert living.update([later], now) == {"large-0": later}
+    assert living.update([first], 107.4) == {"large-0": later}, "an earlier one that is put there again is not taken"
+    assert living.update([first], 107.5) == {}
+
+
+def test_nobody_is_lost_for_a_time_in_which_nobody_looked() -> None:
+    living, first = Living(4.0), beat(at=1.0)
+    living.update([first], 100.0)
+    for now in (700.0, 701.0, 702.0):
+        assert living.update([], now) == {"large-0": first}
+    assert living.update([], 703.0) == {}
+
+
+@asynccontextmanager
+async def found(redis: RedisProcess) -> AsyncIterator[tuple[Stack, Board]]:
+    """A stack that is configured with its small worker only, and where heartbeats are put."""
+    workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
+    discovery = {"url": redis.url, "beat_s": BEAT_S, "lost_after_s": LOST_AFTER_S}
+    board = Board(redis.url, FAKE_SECRET)
+    async with in_process(workers=workers, discovery=discovery) as stack:
+        yield stack, board
+    await board.aclose()
+
+
+@asynccontextmanager
+async def beating(board: Board, worker: FakeWorker) -> AsyncIterator[None]:
+    """The heartbeats of a worker, as long as Redis takes them."""
+
+    async def beat_once() -> None:
+        with suppress(RedisError):
+            await board.put(beat(epoch=worker.stored.epoch))
+
+    async with repeating(beat_once, BEAT_S):
+        yield
+
+
+def is_there(stack: Stack) -> bool:
+    return "large-0" in stack.app.state.gateway.parts.fleet.tiers["large"].workers
+
+
+async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        async with found(redis) as (stack, board):
+            assert told(await stack.escalate())["path"] == "fallback:large_no_usable_worker", "the small one stands in"
+            forger = Board(redis.url, "another secret")
+            await forger.put(beat(worker="large-9"))
+            await forger.aclose()
+            await board.put(beat(worker="huge-0", tier="huge"))
+            async with beating(board, stack.large):
+                await eventually(lambda: is_there(stack), within_s=20)
+                reply = await stack.escalate()
+                assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+                assert sorted(stack.app.state.gateway.settings.workers) == ["large-0", "small-0"]
+                stack.large.restart()
+                restarts = partial(stack.metric, "worker_restarts_total", target="large-0")
+                await eventually(lambda: restarts() == 1, within_s=20)
+            await eventually(lambda: not is_there(stack), within_s=20)
+            assert restarts() == 1
+
+
+async def test_a_redis_that_is_gone_takes_no_worker_with_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        async with found(redis) as (stack, board), beating(board, stack.large):
+            await eventually(lambda: is_there(stack), within_s=20)
+            redis.kill()
+            failed = partial(stack.metric, "registry_ops_total", op="heartbeats", result="error")
+            await eventually(lambda: failed() >= 3, within_s=20)
+            await asyncio.sleep(LOST_AFTER_S + 0.5)
+            assert told(await stack.escalate())["tier"] == "large"
+
+
+def test_without_discovery_a_tier_needs_a_worker() -> None:
+    workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
+    with pytest.raises(SettingsError, match="tier 'large' has no worker"):
+        from_values(values(workers=workers))
+    with pytest.raises(SettingsError, match=r"discovery.url: needs a redis://"):
+        from_values(values(workers=workers, discovery={"url": "memory://"}))

@@ -1,0 +1,56 @@
+"""A worker's own heartbeats, and the peers that it finds by those of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.types import ASGIApp
+
+from tests.gateway.redis_process import redis_process
+from tests.workers.server.support import SALT, SECRET, Served, serving, transfer_request
+from workers.api.board import Board
+from workers.api.errors import InvalidRequest
+from workers.api.schemas import PrefillRequest, TransferReply
+from workers.serving.announce import announced
+
+
+async def handed_over(cache_id: str, large: Served) -> TransferReply:
+    return await large.client.transfer(transfer_request(cache_id), timeout_s=60)
+
+
+async def handed_over_once_met(cache_id: str, large: Served) -> TransferReply:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await handed_over(cache_id, large)
+            except InvalidRequest:
+                await asyncio.sleep(0.05)
+
+
+async def test_workers_find_each_other(
+    folder: Path, small_folder: Path, bundle: Path, require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    apps: dict[str, ASGIApp] = {}
+    with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        both = {"discovery": {"url": redis.url, "beat_s": 0.05, "lost_after_s": 60.0}, "strangers": apps}
+        async with (
+            serving(small_folder, id="small", **both) as small,
+            serving(folder, id="large", tier="large", bundles=[bundle], **both) as large,
+        ):
+            apps |= {"small": small.app, "large": large.app}
+            prefill = PrefillRequest(token_ids=small.prompt(), tenant_salt=SALT)
+            read = await small.client.prefill(prefill, timeout_s=60)
+            with pytest.raises(InvalidRequest, match="unknown source_worker 'small'; configured peers: none"):
+                await handed_over(read.cache_id, large)
+            board = Board(redis.url, SECRET)
+            async with announced(large.worker, SECRET, "http://large.test"):
+                async with announced(small.worker, SECRET, "http://small.test"):
+                    moved = await handed_over_once_met(read.cache_id, large)
+                    assert moved.num_tokens == len(small.prompt())
+                (beat,) = await board.read()
+                assert (beat.worker, beat.tier, beat.url) == ("large", "large", "http://large.test")
+                assert beat.epoch == large.worker.pool.epoch, "and the small one has left the board in order"
+            await board.aclose()

@@ -1,0 +1,103 @@
+"""Workers that tell by themselves that they are there: heartbeats, through a Redis that gateways and workers share.
+
+    worker ── every beat_s ──►  kvrelay:workers {id: signed beat}  ◄── every beat_s ── gateways, and other workers
+
+A beat names an address to which prompts and the cluster secret will go, so it is signed with that secret: what a Redis
+says counts for nothing without. A worker lives as long as its beats go on, by the reader's own clock; a Redis that is
+gone says nothing, and whoever lived goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from workers.api.redis_url import SentinelUrl, is_sentinel
+
+COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
+MAX_AGE_S = 300.0  # between the clocks of two hosts; an older beat was kept by somebody
+
+
+class DiscoverySettings(BaseModel):
+    """`discovery:` in kvrelay.yaml: the Redis, how often a beat comes, and after how long without one a worker is
+    given up."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    beat_s: float = Field(default=1.0, gt=0)
+    lost_after_s: float = Field(default=5.0, gt=0)
+
+    @field_validator("url")
+    @classmethod
+    def _of_a_redis(cls, url: str) -> str:
+        if urlsplit(url).scheme.split("+")[0] not in ("redis", "rediss"):
+            raise ValueError("needs a redis://, rediss:// or redis+sentinel:// URL")
+        if is_sentinel(url):
+            SentinelUrl.parse(url)
+        return url
+
+
+class Heartbeat(BaseModel):
+    """`at` is when it was sent, in Unix seconds; a later one of the same worker replaces it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    tier: str
+    url: str = Field(pattern=r"^https?://[^\s]+$")
+    epoch: str
+    at: float
+
+    def signed(self, secret: str) -> str:
+        return json.dumps({"beat": self.model_dump(), "signature": _signature(self, secret)})
+
+    @classmethod
+    def read(cls, raw: str | bytes, secret: str) -> Heartbeat | None:
+        """None for one that is none, is signed by somebody else, or is of long ago."""
+        try:
+            content: dict[str, Any] = json.loads(raw)
+            beat, signature = cls.model_validate(content["beat"]), str(content["signature"])
+        except (ValueError, KeyError, TypeError, ValidationError):
+            return None
+        is_ours = hmac.compare_digest(signature.encode(), _signature(beat, secret).encode())
+        return beat if is_ours and abs(time.time() - beat.at) < MAX_AGE_S else None
+
+
+def _signature(beat: Heartbeat, secret: str) -> str:
+    content = json.dumps(beat.model_dump(), sort_keys=True, separators=(",", ":"))
+    return hmac.new(secret.encode(), f"heartbeat|{content}".encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    beat: Heartbeat
+    silent_s: float = 0.0
+
+
+class Living:
+    """Whose beats go on. After a time in which nobody could look, all have some looks to be heard again."""
+
+    def __init__(self, lost_after_s: float):
+        self._lost_after_s = lost_after_s
+        self._looked_at: float | None = None
+        self._seen: dict[str, _Seen] = {}
+
+    def update(self, beats: Iterable[Heartbeat], now: float) -> Mapping[str, Heartbeat]:
+        """Those that live, by id, after a look at the board. `now` is any clock in seconds that never goes back."""
+        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, COUNTED_SHARE * self._lost_after_s)
+        self._looked_at = now
+        seen = {name: _Seen(one.beat, one.silent_s + passed_s) for name, one in self._seen.items()}
+        for beat in beats:
+            if beat.worker not in seen or beat.at > seen[beat.worker].beat.at:
+                seen[beat.worker] = _Seen(beat)
+        self._seen = {name: one for name, one in sorted(seen.items()) if one.silent_s < self._lost_after_s}
+        return {name: one.beat for name, one in self._seen.items()}
