@@ -26,6 +26,7 @@ from workers.engines.rounds import Rounds
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.batch import can_batch, decode
 from workers.engines.transformers.memory import WorkingMemory
+from workers.engines.transformers.rooms import Rooms
 from workers.engines.transformers.sampling import Sampler
 
 R = TypeVar("R")
@@ -57,6 +58,7 @@ class TransformersEngine(Engine):
         self.rates = RateMeter()
         self.hf_model = model
         self.compute = Compute(on_start=lambda: _on_start(num_threads))
+        self.rooms = Rooms()
         self.rounds = Rounds(self._run_round, MAX_ROWS if can_batch(model) else 1)
 
     @asynccontextmanager
@@ -94,6 +96,7 @@ class TransformersSequence(TokenSequence):
             dtype=engine.hf_model.dtype,
             device=engine.hf_model.device,
             limit=engine.model.max_model_len,
+            rooms=engine.rooms,
         )
         self._logits: Tensor | None = None  # (vocab,), of the token read last
 

@@ -10,9 +10,6 @@ attend over the unused rest.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +18,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mappers.cache import KVCache, KVGeometry
+from workers.engines.transformers.rooms import Rooms
 
 GROWTH = 1.5
-HUGE_PAGE = 2 * 2**20
 
 
 class WorkingMemory:
-    """Room for `capacity` tokens; more is made when `reserve` asks for it, ahead of need but not beyond `limit`."""
+    """Room for `capacity` tokens; more is made when `reserve` asks for it, ahead of need but not beyond `limit`. On the
+    CPU it comes from `rooms`."""
 
     def __init__(
         self,
@@ -37,11 +35,13 @@ class WorkingMemory:
         dtype: torch.dtype,
         device: torch.device,
         limit: int | None = None,
+        rooms: Rooms | None = None,
     ):
         self.geometry = geometry
         self._limit = limit
+        self._rooms = rooms or Rooms()
         shape = (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim)
-        self._buffer = _room(shape, dtype, device)
+        self._buffer = self._room(shape, dtype, device)
         self._layers = [WorkingLayer(self, index) for index in range(geometry.num_layers)]
         self.cache = Cache(layers=list(self._layers))
 
@@ -65,7 +65,7 @@ class WorkingMemory:
         shape = list(self._buffer.shape)
         ahead = int(self.capacity * GROWTH)
         shape[2] = max(num_tokens, ahead if self._limit is None else min(ahead, self._limit))
-        grown = _room(shape, self._buffer.dtype, self._buffer.device)
+        grown = self._room(shape, self._buffer.dtype, self._buffer.device)
         grown[:, :, : self.num_tokens] = self._buffer[:, :, : self.num_tokens]
         self._buffer = grown
 
@@ -73,6 +73,11 @@ class WorkingMemory:
         """Tokens `[begin, end)` as views, written or not."""
         span = self._buffer[:, :, begin:end].transpose(2, 3)  # (layers, 2, heads, tokens, dim)
         return KVCache(tuple(span[:, 0].unbind()), tuple(span[:, 1].unbind()), begin)
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self._rooms.take(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def append(self, layer: int, begin: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write new keys and values of one layer, `(1, heads, new tokens, dim)`, at `begin`; all up to their end."""
@@ -111,15 +116,3 @@ class WorkingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is no
 
     def get_max_length(self) -> int:
         return -1
-
-
-def _room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor; a large one on the CPU in huge pages, where the system has them: with small ones, faults
-    take three times as long as filling it."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
