@@ -21,7 +21,7 @@ import orjson
 
 SYSTEM = "You answer briefly, and only from what you were told. " * 20
 DONE = b"data: [DONE]"
-LATE_S = 30.0  # an answer that takes longer counts as none
+LATE_S = 60.0  # an answer that takes longer counts as none
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("kvrelay", _kvrelay),
-        Peer("litellm-uvicorn", _litellm("uvicorn"), LITELLM, share=0.1),
-        Peer("litellm-granian", _litellm("granian"), LITELLM, share=0.1),
+        Peer("litellm-uvicorn", _litellm("uvicorn"), LITELLM, share=0.02),
+        Peer("litellm-granian", _litellm("granian"), LITELLM, share=0.02),
         Peer("vllm-router", _vllm_router, VLLM_ROUTER),
     )
 }
