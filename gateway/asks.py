@@ -10,6 +10,7 @@ from gateway.policies import Policy
 from gateway.settings import HandoffSettings
 from gateway.turn import Turn
 from workers.api.schemas import (
+    ESCALATION_PRIORITY,
     ChatRequest,
     CompletionRequest,
     KVTransferParams,
@@ -75,6 +76,7 @@ def answer(
         ),
         "tenant_salt": turn.tenant.salt,
         "deadline_ms": left_ms(turn.deadline),
+        "priority": 0 if turn.escalated_at is None else ESCALATION_PRIORITY,
     }
     if asked.text is not None:
         return CompletionRequest(prompt=asked.text, logprobs=num_top, **common)

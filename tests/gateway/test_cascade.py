@@ -16,9 +16,9 @@ from tests.gateway.stack import (
     told,
     turn_after,
 )
-from workers.api.errors import HandoffDeclined, KvrelayError, NoTime, PrefillCheaper
+from workers.api.errors import BundleUnusable, HandoffDeclined, KvrelayError, NoTime, PrefillCheaper
 from workers.api.fake import render
-from workers.api.schemas import Message, Rates
+from workers.api.schemas import ESCALATION_PRIORITY, Message, Rates
 
 NUM_TOKENS = len(render([Message.model_validate(message) for message in MESSAGES]))
 
@@ -136,6 +136,16 @@ async def test_max_tier_keeps_the_answer_small(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await stack.chat(kvrelay={"max_tier": "small"})
     assert (told(reply)["tier"], told(reply)["path"]) == ("small", "prefill")
+
+
+@pytest.mark.parametrize("transfers", [True, False])
+async def test_an_escalation_goes_before_all_other_work(stack: Stack, transfers: bool) -> None:
+    if not transfers:
+        stack.large.fail("transfer", BundleUnusable("none"))
+    await stack.escalate()
+    (asked,) = stack.large.made("cached_chat" if transfers else "chat")
+    assert asked["priority"] == ESCALATION_PRIORITY
+    assert all(call["priority"] == 0 for call in stack.small.made("cached_chat") + stack.small.made("chat"))
 
 
 async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:

@@ -20,6 +20,7 @@ Path = Literal["exact", "mapped", "hybrid", "prefill"]
 DEFAULT_NATIVE_HEAD = 4
 DEFAULT_NATIVE_TAIL = 64
 DEFAULT_TTL_S = 300.0
+ESCALATION_PRIORITY = 10  # before all other work: somebody has waited for one answer already
 SECRET_HEADER = "x-kvrelay-secret"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.api.client import WorkerClient
 from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError
-from workers.api.schemas import TransferReply, TransferRequest
+from workers.api.schemas import ESCALATION_PRIORITY, TransferReply, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.base import Engine
 from workers.handoff import Handoffs, HandoffTarget, Outcome
@@ -18,8 +18,6 @@ from workers.serving.heads import Heads
 from workers.settings import WorkerSettings
 from workers.transports.readers import Readers
 from workers.transports.site import site_here
-
-PRIORITY = 10  # a transfer is an escalation: somebody has waited for one answer already
 
 
 class Transfers:
@@ -49,7 +47,7 @@ class Transfers:
                 pool=pool,
                 model=engine.model.name,
                 mappers=bundles.usable,
-                prefill_head=Heads(engine, priority=PRIORITY).read,
+                prefill_head=Heads(engine, priority=ESCALATION_PRIORITY).read,
                 run_step=self._run_step,
                 readers=self.readers,
                 site=self.site,
@@ -95,7 +93,7 @@ class Transfers:
         return self._peers[request.source_worker]
 
     async def _run_step(self, step: Callable[[], Any]) -> Any:
-        return await self._engine.compute.run(step, priority=PRIORITY)
+        return await self._engine.compute.run(step, priority=ESCALATION_PRIORITY)
 
     def _count_failure(self, kind: str, error: KvrelayError) -> None:
         self._metrics.transport_failures.labels(kind, error.code).inc()
