@@ -156,7 +156,7 @@ async def measure(
                     answers[arm] = [plain.answer(prompt, max_tokens) for prompt in prompts]
                 seconds[arm] = time.perf_counter() - began
             rows += [_row(arm, num_chats, repeat, answers, seconds[arm]) for arm in ARMS if repeat >= 0]
-        print(f"  repeat {repeat + 1}/{repeats}", flush=True)
+        print(f"  repeat {repeat + 1}/{repeats}" if repeat >= 0 else "  warmed up", flush=True)
     return rows
 
 
