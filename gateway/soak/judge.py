@@ -86,7 +86,10 @@ def _is_well_told(exchange: Exchange) -> bool:
 
 def _misled(exchange: Exchange) -> Iterator[str]:
     """What the answer says of its own making, against what the request allows."""
-    if not exchange.is_answer:
+    if not exchange.is_answer or exchange.ask.refused_with:
+        return
+    if not exchange.told:
+        yield "an answer that tells nothing of its making"
         return
     mapped, path = exchange.mapped_tokens, exchange.path
     if mapped and exchange.ask.wants_native:

@@ -114,7 +114,7 @@ class Tenant:
         await exchange(self._http, one)
         broken = self._faults.broken_tiers(one.began_at, one.ended_at)
         findings = judge(one, broken, self._canaries(), self._request_s)
-        if one.is_answer:
+        if one.is_answer and one.told and not ask.refused_with:
             self._seen.num_own_canaries += any(canary in one.text for canary in self._writer.canaries)
             what = await self._wrong(one)
             self._seen.num_checked += 1
