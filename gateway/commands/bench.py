@@ -98,7 +98,10 @@ def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
             with http, Plain(folders["large"]) as plain:
                 _warm_up(http, documents)
                 measured = list(_measure(http, plain, documents, lengths, repeats, target))
-            memory = {worker: _peak_memory(child.pid) for worker, child in stack.workers.items()}
+            peak, pool = (
+                {worker: _memory(child.pid, what) for worker, child in stack.workers.items()}
+                for what in ("VmHWM", "RssShmem")
+            )
     rows = [row for row, _ in measured]
     return {
         "machine": machine(),
@@ -107,7 +110,8 @@ def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
         "summary": _summary(rows),
         "handoffs": phases.summary([split for _, split in measured if split]),
         "map": family.map_speed(name),
-        "peak_memory_bytes": memory,
+        "peak_memory_bytes": peak,
+        "pool_memory_bytes": pool,
     }
 
 
@@ -184,7 +188,10 @@ def _table(report: dict[str, Any]) -> str:
         + [_share(s["handoff_ttft_ms"], baseline[s["length"], s["warm"]])]
         for s in sorted(report["summary"], key=lambda s: (s["length"], s["warm"], s["arm"]))
     ]
-    memory = ", ".join(f"{worker} {size / 2**20:.0f} MiB" for worker, size in report["peak_memory_bytes"].items())
+    memory = ", ".join(
+        f"{worker} {size / 2**20:.0f} MiB ({report['pool_memory_bytes'][worker] / 2**20:.0f} of them pools)"
+        for worker, size in report["peak_memory_bytes"].items()
+    )
     head = ["tokens", "cache", "arm", "TTFT ms", "handoff TTFT ms", "handoff / A"]
     parts = [render(head, rows), phases.table(report["handoffs"]), _map_line(report["map"])]
     return "\n" + "\n\n".join([*parts, f"peak memory: {memory}"])
@@ -232,7 +239,8 @@ class Plain:
         return float(json.loads(line)["prefill_ms"])
 
 
-def _peak_memory(pid: int) -> int:
-    """The most memory that a process had resident, in bytes (Linux)."""
+def _memory(pid: int, what: str) -> int:
+    """Resident memory of a process in bytes (Linux): the most that it had (VmHWM), or what it shares now (RssShmem):
+    its pool, which is mapped whole from the start, and what it has read of others'."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
