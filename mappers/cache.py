@@ -72,6 +72,11 @@ class KVCache:
     def positions(self) -> Tensor:
         return torch.arange(self.start, self.start + self.num_tokens, device=self.keys[0].device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all keys and values."""
+        return sum(tensor.nbytes for tensor in self.keys + self.values)
+
     def slice(self, begin: int, end: int) -> KVCache:
         """Tokens `[begin, end)` of this cache, as views, at the positions they had."""
         return KVCache(

@@ -110,6 +110,11 @@ class Mapper:
         self.map_into(source, keep)
         return KVCache(tuple(keys), tuple(values), source.start)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What this thread keeps for mapping: bounded by the longest chunk so far."""
+        return self._workspace().num_bytes
+
     def _workspace(self) -> Workspace:
         if not hasattr(self._local, "workspace"):
             self._local.workspace = Workspace(self.manifest, self.device)

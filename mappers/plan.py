@@ -50,6 +50,10 @@ class Workspace:
             work.lay_out(kind, self._features[kind])
         return work
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def _allocate(self, num_tokens: int) -> None:
         def empty(heads: int, dim: int) -> Tensor:
             return torch.empty(num_tokens, heads, dim, device=self._device)

@@ -71,6 +71,9 @@ class WorkerMetrics:
             buckets=TRANSFER_BUCKETS,
             registry=self.registry,
         )
+        self.transfer_scratch = self._gauge(
+            "kv_transfer_scratch_bytes", "Memory that the last cache taken over needed beside the pools' blocks"
+        )
         self.transfer_bytes = self._counter("kv_transfer_bytes_total", "Bytes of source KV read")
         self.transfer_tokens = self._counter("kv_transfer_tokens_total", "Tokens whose KV was mapped")
         self.sources_released = self._counter(

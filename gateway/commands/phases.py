@@ -24,11 +24,13 @@ NOT_MAP_GOAL = 0.15
 
 @dataclass(frozen=True)
 class Look:
-    """Sums since the worker started: handoffs, their milliseconds, and those of each phase."""
+    """Sums since the worker started: handoffs, their milliseconds, and those of each phase. And what the last one took
+    beside the pools' blocks."""
 
     num_handoffs: int
     transfer_ms: float
     phases_ms: dict[str, float]
+    scratch_bytes: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Split:
     phases_ms: dict[str, float]
     tail_ms: float
     handoff_ttft_ms: float
+    source_bytes: int
+    scratch_bytes: int
 
 
 def look(worker_url: str) -> Look:
@@ -56,6 +60,7 @@ def look_at(metrics: str) -> Look:
         int(plain[f"{TRANSFER}_count"]),
         1e3 * plain[f"{TRANSFER}_sum"],
         {phase: phases.get(phase, 0.0) for phase in TRANSFER_PHASES},
+        int(plain["kvrelay_kv_transfer_scratch_bytes"]),
     )
 
 
@@ -70,6 +75,8 @@ def between(before: Look, after: Look, length: int, warm: bool, told: dict[str, 
         {phase: took_ms - before.phases_ms[phase] for phase, took_ms in after.phases_ms.items()},
         float(told.get("prefill_ms") or 0.0),
         float(told["handoff_ttft_ms"]),
+        int(told.get("bytes") or 0),
+        after.scratch_bytes,
     )
 
 
@@ -82,6 +89,7 @@ def summary(splits: Sequence[Split]) -> list[dict[str, Any]]:
         rows.append(
             {"length": length, "warm": warm, "phases_ms": phases}
             | {name: statistics.median(getattr(s, name) for s in chosen) for name in ("transfer_ms", "tail_ms")}
+            | {name: max(getattr(s, name) for s in chosen) for name in ("source_bytes", "scratch_bytes")}
             | {"rest_ms": statistics.median(s.handoff_ttft_ms - s.transfer_ms - s.tail_ms for s in chosen)}
             | {"not_map": statistics.median(1 - s.phases_ms["map"] / s.transfer_ms for s in chosen)}
         )
@@ -90,10 +98,11 @@ def summary(splits: Sequence[Split]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each length, of a `summary`."""
-    head = ["tokens", "cache", *TRANSFER_PHASES, "transfer", "not map", "tail", "rest"]
+    head = ["tokens", "cache", *TRANSFER_PHASES, "transfer", "not map", "tail", "rest", "source MiB", "scratch MiB"]
     lines = [
         [row["length"], "warm" if row["warm"] else "cold", *row["phases_ms"].values(), row["transfer_ms"]]
         + [f"{row['not_map']:.0%}", row["tail_ms"], row["rest_ms"]]
+        + [row["source_bytes"] / 2**20, row["scratch_bytes"] / 2**20]
         for row in rows
     ]
     return f"handoffs, ms (goal: not map <= {NOT_MAP_GOAL:.0%} of the transfer)\n" + render(head, lines)

@@ -10,13 +10,14 @@ from gateway.commands.phases import Look, Split, between, look_at, summary, tabl
 from workers.api.schemas import TRANSFER_PHASES
 from workers.metrics import WorkerMetrics
 
-TOLD: dict[str, Any] = {"handoff_ttft_ms": 500.0, "prefill_ms": 120.0}
+TOLD: dict[str, Any] = {"handoff_ttft_ms": 500.0, "prefill_ms": 120.0, "bytes": 3 * 2**20}
 
 
 def handed_over(metrics: WorkerMetrics, map_s: float) -> Look:
     for phase in TRANSFER_PHASES:
         metrics.transfer_phase_seconds.labels(phase).observe(map_s if phase == "map" else 0.01)
     metrics.transfer_seconds.observe(map_s + 0.1)
+    metrics.transfer_scratch.set(2**20)
     return look_at(metrics.expose().decode())
 
 
@@ -33,6 +34,7 @@ def test_a_split_is_what_came_between_two_looks() -> None:
     found = split(metrics, 0.3)
     assert found.phases_ms == pytest.approx(dict.fromkeys(TRANSFER_PHASES, 10.0) | {"map": 300.0})
     assert (found.transfer_ms, found.tail_ms) == (pytest.approx(400.0), 120.0)
+    assert (found.source_bytes, found.scratch_bytes) == (3 * 2**20, 2**20)
 
 
 def test_a_turn_without_one_handoff_of_its_own_has_no_split() -> None:

@@ -154,7 +154,7 @@ class TransferReply(CacheReply):
 
     `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
     conversation that went less far: neither they nor their `bytes` were read again. `transport` is what the source was
-    read by at last."""
+    read by at last, `scratch_bytes` the memory taken beside the blocks of both pools."""
 
     mapper: str
     map_ms: float
@@ -170,6 +170,7 @@ class TransferReply(CacheReply):
     reason: str = "asked"
     reused_tokens: int = 0
     transport: str = "none"
+    scratch_bytes: int = 0
 
     @property
     def phases_ms(self) -> dict[str, float]:

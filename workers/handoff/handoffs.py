@@ -55,6 +55,7 @@ class Clock:
     copy_s: float = 0.0
     mapping_s: float = 0.0
     write_s: float = 0.0
+    scratch_bytes: int = 0
     transport: str = "none"
 
     @property
@@ -203,6 +204,7 @@ class Handoffs:
         started = time.perf_counter()
         with self._target.pool.writing(blocks, chunk.start, chunk.start + chunk.num_tokens) as write:
             plan.mapper.map_into(chunk, _timed(write, clock))
+        clock.scratch_bytes = max(clock.scratch_bytes, chunk.num_bytes + plan.mapper.scratch_bytes)
         clock.mapping_s += time.perf_counter() - started
 
     def _give_back(self, peer: Peer, ticket: Ticket, *, is_done: bool) -> None:
@@ -268,4 +270,5 @@ def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferR
         reason=plan.reason,
         reused_tokens=plan.reused,
         transport=clock.transport,
+        scratch_bytes=clock.scratch_bytes,
     )

@@ -104,6 +104,7 @@ class Transfers:
         if outcome.reply is not None:
             self._metrics.transfer_tokens.inc(outcome.num_mapped)
             self._metrics.transfer_bytes.inc(outcome.reply.bytes)
+            self._metrics.transfer_scratch.set(outcome.reply.scratch_bytes)
             for phase, took_ms in outcome.reply.phases_ms.items():
                 self._metrics.transfer_phase_seconds.labels(phase).observe(took_ms / 1000)
             self._engine.rates.record("map", outcome.num_mapped, outcome.mapping_s)

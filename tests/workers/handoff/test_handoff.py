@@ -74,6 +74,12 @@ async def test_the_reply_says_what_was_done(pair: Pair) -> None:
     assert all(part > 0 for part in parts) and sum(parts) <= reply.total_ms
 
 
+async def test_what_a_handoff_takes_beside_the_pools_does_not_grow_with_its_length(pair: Pair) -> None:
+    replies = [await pair.handoffs.transfer(request(pair.source_cache(n)), peer=pair.office) for n in (60, 200)]
+    scratch = [reply.scratch_bytes for reply in replies]
+    assert scratch[0] == scratch[1] > 0
+
+
 async def test_the_new_cache_is_mapped_and_never_found_as_exact(pair: Pair) -> None:
     entry = pair.source_cache(48)
     reply = await pair.handoffs.transfer(request(entry), peer=pair.office)
