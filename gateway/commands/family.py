@@ -5,6 +5,7 @@ The family's models are made by `kvrelay prepare`, in a process of its own, sinc
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ import yaml
 from gateway.commands.stack import StackError, free_ports
 
 DEFAULT_FAMILY = "smol"
+DEFAULT_ENGINE = "transformers"
 
 
 def home() -> Path:
@@ -69,8 +71,17 @@ def cluster_secret(path: Path) -> Path:
     return path
 
 
-def configuration(name: str, folders: dict[str, str], *, port: int | None = None) -> dict[str, Any]:
-    """The contents of a kvrelay.yaml for one family, workers on free ports, the gateway on `port` or a free one."""
+def add_engine_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", default=DEFAULT_ENGINE, help="what the family's large model runs on (default %(default)s)"
+    )
+
+
+def configuration(
+    name: str, folders: dict[str, str], *, port: int | None = None, engine: str = DEFAULT_ENGINE
+) -> dict[str, Any]:
+    """The contents of a kvrelay.yaml for one family, workers on free ports, the gateway on `port` or a free one. The
+    large model runs on `engine`."""
     small, large, gateway = free_ports(3)
     return {
         "tiers": [{"name": "small", "model": f"{name}-small"}, {"name": "large", "model": f"{name}-large"}],
@@ -85,6 +96,7 @@ def configuration(name: str, folders: dict[str, str], *, port: int | None = None
                 "tier": "large",
                 "name": f"{name}-large",
                 "model": folders["large"],
+                "engine": engine,
                 "url": f"http://127.0.0.1:{large}",
                 "bundles": [folders["bundle"]],
             },

@@ -33,6 +33,7 @@ import yaml
 Say = Callable[[str], None]
 
 STOP_GRACE_S = 10.0
+START_S = 300.0  # vLLM takes longest
 POLL_S = 0.1
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROBE_TIMEOUT_S = 1.0
@@ -212,7 +213,7 @@ class Stack:
             self.workers[worker_id] = self._child(worker_id, arguments, url)
         return self.workers[worker_id]
 
-    def wait_ready(self, say: Say, timeout_s: float = 120.0) -> None:
+    def wait_ready(self, say: Say, timeout_s: float = START_S) -> None:
         """Until every part takes calls, and the gateway has seen every tier. Raises `StackError` for a part that ends
         or takes too long."""
         waiting = [*self.workers.values(), *([self.gateway] if self.gateway else [])]

@@ -23,11 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvrelay up", description=__doc__)
     parser.add_argument("--config", type=Path, help="a kvrelay.yaml; without one, the embedded family is served")
     parser.add_argument("--family", default=family.DEFAULT_FAMILY, help="embedded family (default %(default)s)")
+    family.add_engine_option(parser)
     parser.add_argument("--port", type=int, default=8000, help="the gateway's port (default %(default)s)")
     options = parser.parse_args(argv)
     stop_on_signals()
     try:
-        config = options.config or _embedded(options.family, options.port)
+        config = options.config or _embedded(options.family, options.port, options.engine)
         return _serve(config)
     except (StackError, OSError, yaml.YAMLError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
@@ -37,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _embedded(name: str, port: int) -> Path:
+def _embedded(name: str, port: int, engine: str) -> Path:
     _check_port(port)
     folders = family.prepare(name)
     config = family.home() / "run" / str(port) / "kvrelay.yaml"
-    return family.write(family.configuration(name, folders, port=port), config)
+    return family.write(family.configuration(name, folders, port=port, engine=engine), config)
 
 
 def _check_port(port: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.commands import family
 from gateway.commands.demo import _verdict
 from gateway.commands.stack import Stack, StackError, free_ports, held_back
 
@@ -32,6 +33,12 @@ def test_the_demos_verdict(
 ) -> None:
     assert _verdict(turns) == status
     assert says in capsys.readouterr().err
+
+
+def test_the_large_model_runs_on_the_engine_that_is_asked_for() -> None:
+    folders = {"small": "s", "large": "l", "bundle": "b"}
+    workers = family.configuration("tiny", folders, engine="vllm")["workers"]
+    assert [worker.get("engine", family.DEFAULT_ENGINE) for worker in workers.values()] == ["transformers", "vllm"]
 
 
 def test_a_log_begins_anew_with_each_start_and_one_older_is_kept(tmp_path: Path) -> None:

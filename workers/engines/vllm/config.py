@@ -30,7 +30,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 class ConnectorSettings(BaseModel):
     """`name` stands in the exchange's file name, `model` is what tickets call our model, `transports` are those that a
-    step may wait for. With `die_with_parent` the process ends when the one that started it does."""
+    step may wait for. `parent` is the process that vLLM's is to end with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,7 +41,7 @@ class ConnectorSettings(BaseModel):
     exchange_bytes: ByteSize = Field(default=ByteSize(256 * 2**20), gt=0)
     block_tokens: int = Field(default=32, ge=1, le=1024)
     transports: list[str] = ["inproc", "shm", "cuda_ipc"]
-    die_with_parent: bool = False
+    parent: int | None = None
 
     @staticmethod
     def of(extra_config: Mapping[str, Any]) -> ConnectorSettings:
@@ -53,10 +53,12 @@ class ConnectorSettings(BaseModel):
             told = f"{where}: {first['msg']}, got {first['input']!r}"
             raise SettingsError(f"kv_connector_extra_config: {told}") from error
 
-    def follow_parent(self) -> None:
-        if self.die_with_parent:
+    def follow_parent(self, *, is_worker: bool) -> None:
+        """vLLM's workers follow the process that started them, which is either this one or one that follows `parent`.
+        Raises `SettingsError` where that has ended already."""
+        if self.parent is not None:
             try:
-                die_with_parent(0)
+                die_with_parent(0 if is_worker else self.parent)
             except CannotFollow as error:
                 raise SettingsError(str(error)) from error
 

@@ -64,7 +64,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
-        settings.follow_parent()
+        settings.follow_parent(is_worker=role == KVConnectorRole.WORKER)
         self._model = EngineModel.of(vllm_config, settings)
         self._model.check(kv_cache_config, self._kv_transfer_config.kv_load_failure_policy)
         self._settings = settings

@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mappers.cache import KVCache
-from workers.api.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from workers.api.errors import CacheStale, DeadlineExceeded, Overloaded, WorkerUnavailable
 from workers.api.schemas import Ticket
 from workers.digest import token_digest
 from workers.engines.admission import Admission, Claim
@@ -41,7 +41,7 @@ from workers.pool.entries import new_cache_id
 
 log = structlog.get_logger()
 
-LENT_S = 10.0  # what is published is read back at once
+LENT_S = 60.0  # what is published is read back at once, and given back with the next request
 
 
 class VllmEngine(Engine):
@@ -64,7 +64,7 @@ class VllmEngine(Engine):
         yield VllmSequence(self, claim)
 
     async def aclose(self) -> None:
-        await asyncio.to_thread(self.llm.shutdown)
+        self.llm.shutdown()  # on the loop that its sockets belong to
         self.compute.close()
         self.sources.close()
 
@@ -147,6 +147,8 @@ class VllmSequence(TokenSequence):
         try:
             read = partial(self._read_back, ticket, begin)
             self._fetched = await self._engine.compute.run(read, priority=self._claim.priority)
+        except CacheStale as error:
+            raise Overloaded(f"what was published was not read back in time: {error.message}") from error
         finally:
             self._engine.unneeded.append(Lent(cache_id=ticket.cache_id, lease_id=ticket.lease_id))
 

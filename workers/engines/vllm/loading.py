@@ -80,7 +80,7 @@ def connector_config(settings: WorkerSettings) -> Mapping[str, Any]:
             "exchange_bytes": settings.pool_bytes,
             "block_tokens": settings.block_tokens,
             "transports": ["shm", "cuda_ipc"],
-            "die_with_parent": True,
+            "parent": os.getpid(),
         },
     }
 
