@@ -76,7 +76,7 @@ def fit(
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
-    _check_settings(layers, head, precision)
+    _check_settings(chosen_method, layers, joint, head, precision)
     check_way(choose)
     check_weighting(weighting, effective_share)
     reading = Reading(joint, copies, head, chosen_method.predicts_hidden, weighting, effective_share)
@@ -195,7 +195,9 @@ def _card(name: str, folder: Path, model: Any) -> ModelCard:
     )
 
 
-def _check_settings(layers: Layers, head: int, precision: str) -> None:
+def _check_settings(method: methods.Method, layers: Layers, joint: bool, head: int, precision: str) -> None:
+    if joint and method.max_layers:
+        raise MapperError(f"{method.name} maps keys from keys and values from values; it can't be joint")
     if layers != AUTO and (isinstance(layers, str) or layers < 1):
         raise MapperError(f"layers is {layers}; allowed: 1 and more, {AUTO}")
     if head < 0:

@@ -171,7 +171,8 @@ def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], doc
         ({"method": "rige"}, UnknownMethod, "known: hidden, identity"),
         ({"layers": 0}, MapperError, "layers is 0"),
         ({"head": -1}, MapperError, "head is -1"),
-        ({"precision": "int8"}, MapperError, "unknown precision 'int8'; allowed: float16, float32"),
+        ({"method": "procrustes", "joint": True}, MapperError, "values from values; it can't be joint"),
+        ({"precision": "int8"}, MapperError, "unknown precision 'int8'; allowed: float16, float32, mixed"),
         ({"tokens": 100}, CalibrationTooSmall, "100 tokens for 64 features; at least 256"),
     ],
 )
