@@ -48,7 +48,8 @@ def of(*kind: str) -> Any:
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
-    known = {("text",), ("python",), ("json",), ("yaml",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
+    data = {("json",), ("yaml",), ("yaml", "kvrelay")}
+    known = {("text",), ("python",), *data, ("sh", "run"), *(("sh", need) for need in NEEDS)}
     assert {block.kind for block in BLOCKS} <= known
 
 
@@ -59,6 +60,35 @@ def test_commands_are_well_formed(block: Block) -> None:
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.startswith("kvrelay "):
             assert line.split()[1] in {"--help", *commands()}, f"there is no {line!r}"
+
+
+def shown() -> dict[str, set[str]]:
+    """The commands of `kvrelay` that a fenced block of the README or of the documentation shows, with their options."""
+    found: dict[str, set[str]] = {}
+    for doc in (REPOSITORY / "README.md", *DOCS):
+        for block in FENCE.finditer(doc.read_text()):
+            for line in block[2].replace("\\\n", " ").splitlines():
+                words = line.partition("#")[0].removeprefix(".venv/bin/").split()
+                if words[:1] == ["kvrelay"] and words[1] != "--help":
+                    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+                    found.setdefault(words[1], set()).update(options)
+    return found
+
+
+@pytest.mark.parametrize("command", sorted(shown()))
+def test_options_that_are_shown_are_there(command: str) -> None:
+    """In the package of the command: to ask it for its help would load torch."""
+    package = commands()[command].partition(".")[0]
+    sources = [path.read_text() for path in (REPOSITORY / package).glob("commands/*.py")]
+    known = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', "".join(sources)))
+    assert shown()[command] - {"--help"} <= known
+
+
+def test_targets_of_make_that_are_shown_are_there() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    targets = set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) | set(re.findall(r"`make ([a-z]+)", text))
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert len(targets) > 3 and targets <= set(phony.split())
 
 
 @of("sh", "run")
@@ -117,10 +147,11 @@ def test_the_services_and_alerts_are_those_there_are(composed: Composed) -> None
     assert set(re.findall(r"^\| (Kvrelay\w+) \|", text, re.MULTILINE)) == alerts
 
 
-def commands() -> set[str]:
-    """Of pyproject.toml: those that are registered with an installation may be older."""
+def commands() -> dict[str, str]:
+    """Of pyproject.toml, with what runs them: those that are registered with an installation may be older."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return set(project["entry-points"]["kvrelay.commands"])
+    registered: dict[str, str] = project["entry-points"]["kvrelay.commands"]
+    return registered
 
 
 def test_yaml_of_deploy_is_yaml() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.composed import DOCKERFILE, REPOSITORY
+from deploy.installs import commands, copies, copy
 
 IMAGES = REPOSITORY / "deploy" / "images"
 WITHOUT_TORCH = """
@@ -22,14 +21,6 @@ assert gateway.__file__.startswith(sys.argv[1]), gateway.__file__
 """
 
 
-def copies(stage: str) -> list[tuple[str, str]]:
-    """What the build copies into a stage, as (from, to)."""
-    found = re.search(rf"^FROM \S+ AS {stage}$(.*?)(?=^FROM |\Z)", DOCKERFILE.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    lines = [line.split()[1:] for line in found[1].splitlines() if line.startswith("COPY ")]
-    return [(source, target) for *sources, target in lines for source in sources]
-
-
 def test_the_dockerfile_is_linted() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     linted = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
@@ -38,11 +29,7 @@ def test_the_dockerfile_is_linted() -> None:
 
 def test_the_gateways_image_runs_on_what_is_copied(tmp_path: Path) -> None:
     """Not on torch, not on the mappers, and not on more of `workers` than its contract."""
-    for source, target in copies("gateway-build"):
-        into = tmp_path / target
-        into.parent.mkdir(parents=True, exist_ok=True)
-        whole = REPOSITORY / source
-        (shutil.copytree if whole.is_dir() else shutil.copy)(whole, into)
+    copy("gateway-build", tmp_path)
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
@@ -56,9 +43,16 @@ def test_what_is_copied_is_sent_to_the_build() -> None:
 
 
 def test_every_install_keeps_to_the_constraints() -> None:
-    installs = re.findall(r"pip install .*", DOCKERFILE.read_text())
+    installs = [line for image in ("gateway", "worker") for line in commands(f"{image}-build") if "pip install" in line]
     assert len(installs) == 3
     assert all("--constraint constraints.txt" in line for line in installs)
+
+
+def test_the_gateways_build_stops_where_torch_can_be_imported() -> None:
+    """Here it can."""
+    check = commands("gateway-build")[-1].rpartition("&&")[2].replace("python", sys.executable, 1)
+    stopped = subprocess.run(["sh", "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
+    assert stopped.returncode == 1 and "AssertionError" in stopped.stderr
 
 
 @pytest.mark.parametrize("script", ["healthy", "make-models"])

@@ -91,7 +91,7 @@ def test_no_request_ends_in_a_5xx(
     @MOST
     @given(case=strategy)
     def holds(case: Any) -> None:
-        reply = case.call(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"})
+        reply = case.call(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
         assert reply.status_code < 500, (case.body, reply.text)
         if reply.status_code >= 400:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

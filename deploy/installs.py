@@ -1,0 +1,75 @@
+"""Runs the install steps of an image without a container engine: what its build copies and runs, in scratch folders.
+
+    python -m deploy.installs gateway
+    python -m deploy.installs worker        torch included: some minutes, and gigabytes
+
+Status 0: the image would build, as far as installing goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from deploy.composed import DOCKERFILE, REPOSITORY
+
+IMAGES = ("gateway", "worker")
+FIRST = "base"
+VENV = "/opt/kvrelay"
+
+
+def copies(stage: str) -> list[tuple[str, str]]:
+    """What is copied for a stage and for those that it builds on, as (from, to)."""
+    lines = [line.split()[1:] for line in _lines(stage) if line.startswith("COPY ")]
+    return [(source, target) for *sources, target in lines for source in sources]
+
+
+def copy(stage: str, folder: Path) -> None:
+    """All that into `folder`."""
+    folder.mkdir(exist_ok=True)
+    for source, target in copies(stage):
+        whole, into = REPOSITORY / source, folder / target
+        into.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if whole.is_dir() else shutil.copy)(whole, into)
+
+
+def commands(stage: str) -> list[str]:
+    """What is run, likewise."""
+    return [line.removeprefix("RUN ") for line in _lines(stage) if line.startswith("RUN ")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.installs", description="Runs an image's install steps.")
+    parser.add_argument("image", choices=IMAGES)
+    stage = f"{parser.parse_args().image}-build"
+    with TemporaryDirectory() as folder:
+        source, venv = Path(folder) / "src", Path(folder) / "venv"
+        copy(stage, source)
+        path = f"{venv / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        for command in commands(stage):
+            sys.stderr.write(f"{command}\n")
+            here = command.replace(VENV, str(venv))
+            ran = subprocess.run(["sh", "-ec", here], cwd=source, env=os.environ | {"PATH": path})
+            if ran.returncode != 0:
+                return ran.returncode
+    return 0
+
+
+def _lines(stage: str) -> list[str]:
+    """Of a stage and of those below it but the first, at which nothing is installed. Raises `LookupError`."""
+    text = re.sub(r"\s*\\\n\s*", " ", DOCKERFILE.read_text())
+    found = re.search(rf"^FROM (\S+) AS {stage}$(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise LookupError(f"unknown stage {stage!r} in {DOCKERFILE.name}")
+    below = [] if stage == FIRST or found[1] == FIRST else _lines(found[1])
+    return below + found[2].splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
