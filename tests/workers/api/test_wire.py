@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -81,9 +82,9 @@ async def never(writer: asyncio.StreamWriter) -> None:
 
 
 async def whole(
-    wire: Wire, timeout_s: float = 5.0, path: str = "/x", body: bytes = b""
+    wire: Wire, timeout_s: float = 5.0, path: str = "/x", body: bytes = b"", connect_s: float = 1.0
 ) -> tuple[int, str | None, bytes]:
-    async with wire.ask("POST", path, body, timeout_s=timeout_s, connect_s=1.0) as answer:
+    async with wire.ask("POST", path, body, timeout_s=timeout_s, connect_s=connect_s) as answer:
         return answer.status, answer.retry_after, await answer.whole()
 
 
@@ -146,6 +147,14 @@ async def test_leaving_early_hangs_up() -> None:
         async with wire.ask("POST", "/x", b"", timeout_s=5, connect_s=1) as answer:
             assert await answer.read() == b"one"
         await until(lambda: server.num_ended == 1)
+
+
+async def test_a_loop_that_is_late_blames_nobody() -> None:
+    async with serving(sending(OK)) as (_, wire):
+        asking = asyncio.create_task(whole(wire, connect_s=0.05))
+        await asyncio.sleep(0)
+        time.sleep(0.3)  # noqa: ASYNC251 - as hundreds of other requests would
+        assert (await asking)[2] == JSON
 
 
 async def test_being_cancelled_hangs_up() -> None:
