@@ -186,7 +186,10 @@ class Cascade:
         return await reply.first_tokens(1, by)
 
     def _small_by(self) -> Deadline:
-        """Until then an answer that is to be judged, begun now, must have come far enough."""
+        """Until then an answer that is to be judged, begun now, must have come far enough. Where nobody could take over
+        it has all the time there is."""
+        if not any(takeover.is_usable for takeover in self._takeovers):
+            return self._turn.deadline
         return self._turn.deadline.share(self._times.small_share)
 
 

@@ -60,7 +60,9 @@ class Takeover:
                 log.info("own_cache_failed", code=error.code)
         try:
             if read is None:
-                read = await self._reader.read(turn.deadline.share(self._settings.deadlines.small_share))
+                # Where this tier cannot answer, nobody but the small model is left: it may take all the time there is.
+                share = self._settings.deadlines.small_share if self.is_usable else 1.0
+                read = await self._reader.read(turn.deadline.share(share))
                 turn.escalated_at = time.monotonic()
             return await self._hand_over(read)
         except PrefillCheaper:  # the target's own choice, and no failure

@@ -178,6 +178,18 @@ async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
+@pytest.mark.parametrize("policy", [None, "always_escalate"])
+async def test_without_a_large_model_the_small_one_may_take_its_time(stack: Stack, policy: str | None) -> None:
+    """Longer than its share of the deadline: there is nobody whom that would leave time to."""
+    stack.large.fail("readyz", WorkerUnavailable("draining"))
+    await stack.look()
+    await stack.look()
+    stack.small.delay("prefill", 1.5 * DEADLINES["request_s"] * DEADLINES["small_share"])
+    reply = await stack.chat(kvrelay={"policy": policy} if policy else {})
+    assert told(reply)["tier"] == "small"
+    assert text(reply) == right_answer(stack.small, MESSAGES)
+
+
 async def test_a_large_model_that_fails_altogether_leaves_it_to_the_small_one(stack: Stack) -> None:
     make_unsure(stack)
     for call in ("transfer", "chat", "cached_chat"):
