@@ -177,18 +177,18 @@ class SocketWire(Wire):
 async def _patient(within_s: float) -> AsyncIterator[None]:
     """Raises `TimeoutError` after so long and some turns of the loop: when the loop itself was late, what came
     meanwhile is seen first."""
-    loop, turns = asyncio.get_running_loop(), TURNS
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
-        def expire() -> None:
-            nonlocal timer, turns
+        def expire(turns: int) -> None:
+            nonlocal timer
             if turns:
-                turns -= 1
-                timer = loop.call_later(TURN_S, expire)
+                timer = loop.call_later(TURN_S, expire, turns - 1)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(within_s, expire)
+        timer = loop.call_later(within_s, expire, TURNS)
         try:
             yield
         finally:
