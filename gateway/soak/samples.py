@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-WARM_UP_S = 60.0  # of each life, from when it first answered; of a shorter run, a third
+WARM_UP_S = 120.0  # of each life, from when it first answered; of a shorter run, a third
+SPAN_S = 60.0  # that a life must last behind it to be counted; of a shorter run, a third
 MEASURES = ("memory", "descriptors", "threads", "tasks", "segments")
-# What may grow, an hour, before it is called a leak: less than would matter to a service that is restarted monthly is
-# below what so short a run can see. A slope must also be three of its own standard errors above that.
-BOUNDS = {"memory": 128 * 2**20, "descriptors": 60.0, "threads": 30.0, "tasks": 60.0, "segments": 6.0}
+# What may grow, an hour, before it is called a leak. A heap settles over its first thousands of requests, so slower
+# growth is below what a run of minutes can tell; one short cache lost a request would be gigabytes. A slope must also
+# be three of its own standard errors above that.
+BOUNDS = {"memory": 384 * 2**20, "descriptors": 60.0, "threads": 30.0, "tasks": 60.0, "segments": 6.0}
 CERTAIN_ERRORS = 3.0
 
 
@@ -84,7 +86,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 def slopes(samples: Sequence[Sample], run_s: float) -> list[Slope]:
     """Of each part and measure of which there is enough to tell."""
-    warm_up_s = min(WARM_UP_S, run_s / 3)
+    warm_up_s, span_s = min(WARM_UP_S, run_s / 3), min(SPAN_S, run_s / 3)
     lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
         life = lives[sample.part, sample.pid]
@@ -94,7 +96,7 @@ def slopes(samples: Sequence[Sample], run_s: float) -> list[Slope]:
     parts = list(dict.fromkeys(part for part, _ in lives))
     found = []
     for part in parts:
-        of_part = [life for life in warm if life and life[0].part == part]
+        of_part = [life for life in warm if life and life[0].part == part and life[-1].at_s - life[0].at_s >= span_s]
         for measure in MEASURES:
             points = [[(s.at_s, v) for s in life if (v := s.value(measure)) is not None] for life in of_part]
             if (line := _line(points)) is not None:
