@@ -98,6 +98,8 @@ def summary(splits: Sequence[Split]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each length, of a `summary`."""
+    if not rows:
+        return "no turn was handed over"
     head = ["tokens", "cache", *TRANSFER_PHASES, "transfer", "not map", "tail", "rest", "source MiB", "scratch MiB"]
     lines = [
         [row["length"], "warm" if row["warm"] else "cold", *row["phases_ms"].values(), row["transfer_ms"]]

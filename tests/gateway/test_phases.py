@@ -54,3 +54,4 @@ def test_medians_and_the_share_that_is_not_mapping() -> None:
     assert row["not_map"] == pytest.approx(0.25)
     assert row["rest_ms"] == pytest.approx(500 - 400 - 120)
     assert "25%" in table([row]) and "goal: not map <= 15%" in table([row])
+    assert table([]) == "no turn was handed over"
