@@ -57,11 +57,11 @@ class _Discovery:
         found = {beat.worker: WorkerSettings(tier=beat.tier, url=beat.url) for beat in of_known_tiers}
         await self._gateway.found(found)
         for beat in of_known_tiers:
-            self._note_epoch(beat)
+            if self._noted.get(beat.worker) != beat:  # else the worker may have told of a later epoch since
+                self._note_epoch(beat)
+        self._noted = {beat.worker: beat for beat in of_known_tiers}
 
     def _note_epoch(self, beat: Heartbeat) -> None:
-        """Once a beat: by the next look the worker itself may have told of a later one."""
         worker = self._gateway.parts.fleet.worker(beat.worker)
-        if worker is not None and worker.client.url == beat.url and self._noted.get(beat.worker) != beat:
-            self._noted[beat.worker] = beat
+        if worker is not None and worker.client.url == beat.url:
             worker.note_epoch(beat.epoch)

@@ -53,6 +53,14 @@ def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
     assert living.update([first], 107.5) == {}
 
 
+def test_a_lost_worker_stays_lost_while_its_last_beat_is_shown() -> None:
+    living, last = Living(4.0), beat(at=1.0)
+    seen = ["large-0" in living.update([last], float(now)) for now in range(100, 120)]
+    assert seen == [True] * 4 + [False] * 16
+    again = beat(at=2.0)
+    assert living.update([again], 120.0) == {"large-0": again}
+
+
 def test_nobody_is_lost_for_a_time_in_which_nobody_looked() -> None:
     living, first = Living(4.0), beat(at=1.0)
     living.update([first], 100.0)

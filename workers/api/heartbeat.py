@@ -96,8 +96,11 @@ class Living:
         passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, COUNTED_SHARE * self._lost_after_s)
         self._looked_at = now
         seen = {name: _Seen(one.beat, one.silent_s + passed_s) for name, one in self._seen.items()}
-        for beat in beats:
-            if beat.worker not in seen or beat.at > seen[beat.worker].beat.at:
-                seen[beat.worker] = _Seen(beat)
-        self._seen = {name: one for name, one in sorted(seen.items()) if one.silent_s < self._lost_after_s}
-        return {name: one.beat for name, one in self._seen.items()}
+        shown = {beat.worker: beat for beat in beats}
+        for name, beat in shown.items():
+            if name not in seen or beat.at > seen[name].beat.at:
+                seen[name] = _Seen(beat)
+        living = {name: one.beat for name, one in sorted(seen.items()) if one.silent_s < self._lost_after_s}
+        # A lost one is known for as long as its last beat is shown, which would be taken for a new one else.
+        self._seen = {name: one for name, one in seen.items() if name in living or name in shown}
+        return living
