@@ -145,7 +145,7 @@ class SchedulerSide:
     def allocated(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
         """`num_tokens` of what `matched` offered go into the sequence's `blocks`."""
         state = self._states.get(request_id)
-        if state is None:
+        if state is None or not state.parts:
             return
         state.loaded_tokens, state.is_loading = state.found + num_tokens, num_tokens > 0
         needed = blocks_for(state.end, self._block_tokens)
