@@ -7,12 +7,14 @@ too: `KVRELAY_REGISTRY__URL=redis://...` stands above the file.
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import quote, urlsplit
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,16 +33,16 @@ from gateway.errors import SettingsError
 from gateway.policies import Policy
 from workers.api import secret
 from workers.api.heartbeat import DiscoverySettings
-from workers.api.redis_url import SENTINEL_SCHEMES, SentinelUrl, is_sentinel
+from workers.api.redis_url import REDIS_SCHEMES, checked
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
+KEY_HASH = re.compile(r"[0-9a-f]{64}")
+CREDENTIALS = re.compile(r"//.*@")  # in a URL
 AUTO = "auto"
 DEFAULT_TENANT = "default"
-REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
 REGISTRY_SCHEMES = ("memory", *REDIS_SCHEMES)
 
 
@@ -99,9 +101,7 @@ class RegistrySettings(Section):
     def _known_scheme(cls, url: str) -> str:
         if urlsplit(url).scheme not in REGISTRY_SCHEMES:
             raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
-        if is_sentinel(url):
-            SentinelUrl.parse(url)
-        return url
+        return url if url.startswith("memory:") else checked(url)
 
     @field_validator("password_file")
     @classmethod
@@ -120,6 +120,15 @@ class RegistrySettings(Section):
         parts = urlsplit(self.url)
         user, _, host = parts.netloc.rpartition("@")
         return parts._replace(netloc=f"{user}:{password}@{host}").geturl()
+
+
+def _hash_of_key(value: str) -> str:
+    if not KEY_HASH.fullmatch(value):
+        raise ValueError("needs the SHA-256 of a key, as 64 hexadecimal digits; never the key itself")
+    return value
+
+
+KeyHash = Annotated[str, AfterValidator(_hash_of_key)]
 
 
 class TenantSettings(Section):
@@ -327,7 +336,15 @@ def _line(error: dict[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{where}: this key is required"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}, got {error['input']!r}" if where else message
+    return f"{where}: {message}{_got(error)}" if where else message
+
+
+def _got(error: dict[str, Any]) -> str:
+    """The value, unless it may be an API key; a URL without the password in it."""
+    section, *inner = error["loc"]
+    if section == "tenants" and inner[1:2] in ([], ["api_keys"]):
+        return ""
+    return ", got " + CREDENTIALS.sub("//***@", repr(error["input"]))
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from gateway.registry.base import Entry, Registry
-from gateway.settings import REDIS_SCHEMES, RegistrySettings
+from gateway.settings import RegistrySettings
+from workers.api.redis_url import REDIS_SCHEMES
 
 __all__ = ["Entry", "Registry", "connect"]
 

@@ -87,7 +87,10 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"policy": {"name": "fixed", "tier": "huge"}}, "policy.tier: unknown tier 'huge'; known: small, large"),
         ({"policy": {"name": "confidence", "threshold": 1}}, "policy.threshold: .*less than or equal to 0, got 1"),
         ({"tenants": {"acme": {}}}, "tenants: 'default' is missing; known: acme"),
-        ({"tenants": {"default": {"api_keys": ["my-key"]}}}, "tenants.default.api_keys.0"),
+        (
+            {"tenants": {"default": {"api_keys": ["my-key"]}}},
+            "tenants.default.api_keys.0: needs the SHA-256 of a key, .* never the key itself$",
+        ),
         ({"tenants": {"default": {"keys": []}}}, "tenants.default.keys: unknown key; known: api_keys"),
         ({"tenants": {"default": {"api_keys": ["a" * 64]}, "b": {"api_keys": ["a" * 64]}}}, "API key: .* stands twice"),
         (
@@ -105,6 +108,24 @@ def test_every_policy_can_be_configured(name: str) -> None:
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         from_values(values(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tenants": {"default": {"api_keys": ["hidden"]}}},
+        {"tenants": {"default": {"api_keys": "hidden"}}},
+        {"tenants": {"default": ["hidden"]}},
+        {"registry": {"url": "etcd://user:p@ss/hidden@h"}},
+        {"registry": {"url": "redis+sentinel://user:hidden@h"}},
+        {"registry": "redis://user:hidden@h"},
+        {"discovery": {"url": "redis+cluster://user:hidden@h"}},
+    ],
+)
+def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"^{next(iter(changes))}") as refused:
+        from_values(values(**changes))
+    assert "hidden" not in refused.value.message
 
 
 @pytest.mark.parametrize(

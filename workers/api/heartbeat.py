@@ -16,11 +16,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from workers.api.redis_url import SentinelUrl, is_sentinel
+from workers.api.redis_url import checked
 
 COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
 MAX_AGE_S = 300.0  # between the clocks of two hosts; an older beat was kept by somebody
@@ -39,11 +38,7 @@ class DiscoverySettings(BaseModel):
     @field_validator("url")
     @classmethod
     def _of_a_redis(cls, url: str) -> str:
-        if urlsplit(url).scheme.split("+")[0] not in ("redis", "rediss"):
-            raise ValueError("needs a redis://, rediss:// or redis+sentinel:// URL")
-        if is_sentinel(url):
-            SentinelUrl.parse(url)
-        return url
+        return checked(url)
 
 
 class Heartbeat(BaseModel):

@@ -1,4 +1,4 @@
-"""Where a Redis is whose master changes: the URL that names its sentinels."""
+"""The URLs of a Redis; among them those that name its sentinels, where its master changes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
 SENTINEL_PORT = 26_379
 FORM = "redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT].../MASTER[/DATABASE]"
 
@@ -39,6 +40,15 @@ class SentinelUrl:
             password=unquote(password) or None,
             tls=parts.scheme.startswith("rediss"),
         )
+
+
+def checked(url: str) -> str:
+    """The URL as it is. Raises `ValueError` for one that names no Redis."""
+    if urlsplit(url).scheme not in REDIS_SCHEMES:
+        raise ValueError(f"needs a URL that begins with one of {', '.join(f'{one}://' for one in REDIS_SCHEMES)}")
+    if is_sentinel(url):
+        SentinelUrl.parse(url)
+    return url
 
 
 def is_sentinel(url: str) -> bool:
