@@ -5,6 +5,9 @@
     (HttpxWire    over an httpx transport, in `workers.api.httpx_wire`: to an application in this process)
 
 A reply whose length nobody tells (neither `content-length` nor chunks, ended by closing) counts as broken off.
+
+Not aiohttp: in front of the same upstream a call by it took 0.40 ms of CPU in place of 0.12, a third of what a request
+may cost the gateway in all; and it can't wait longer for a connection, or look again at a kept one, when its loop is late.
 """
 
 from __future__ import annotations
