@@ -105,7 +105,7 @@ class WorkerMetrics:
         self.bundle_usable = Gauge(
             f"{PREFIX}_mapper_usable", "1 for a bundle in use, 0 for one refused", ["bundle"], registry=self.registry
         )
-        self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV the pool had no room for")
+        self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV could not be kept")
 
     def watch(
         self, *, num_running: Callable[[], int], num_waiting: Callable[[], int], kv_usage: Callable[[], float]

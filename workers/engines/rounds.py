@@ -16,8 +16,6 @@ from workers.engines.compute import settled
 Row = TypeVar("Row")
 Told = TypeVar("Told")
 
-Step = Callable[[Sequence[Row]], Sequence[Told]]
-
 
 class _Place(Generic[Row, Told]):
     def __init__(self, row: Row, priority: int):
@@ -26,11 +24,20 @@ class _Place(Generic[Row, Told]):
         self.told: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def tell(self, outcome: Told | Exception) -> None:
+        if self.told.done():
+            return  # whoever waited has left
+        if isinstance(outcome, Exception):
+            self.told.set_exception(outcome)
+        else:
+            self.told.set_result(outcome)
+
 
 class Rounds(Generic[Row, Told]):
-    """`run(step, rows, priority)` has the compute thread take the step; what fails there fails every row of it."""
+    """`run(rows, priority)` has the compute thread take the step, and gives for each row what it is told, or what went
+    wrong with it alone; what `run` itself raises fails every row."""
 
-    def __init__(self, run: Callable[[Sequence[Row], int], Awaitable[Sequence[Told]]], max_rows: int):
+    def __init__(self, run: Callable[[Sequence[Row], int], Awaitable[Sequence[Told | Exception]]], max_rows: int):
         self._run = run
         self._max_rows = max_rows
         self._waiting: list[_Place[Row, Told]] = []
@@ -63,15 +70,14 @@ class Rounds(Generic[Row, Told]):
 
     async def _take(self, places: Sequence[_Place[Row, Told]]) -> None:
         try:
-            told = await self._run([place.row for place in places], max(place.priority for place in places))
-        except Exception as error:
-            for place in places:
-                if not place.told.done():
-                    place.told.set_exception(error)
-        else:
-            for place, answer in zip(places, told, strict=True):
-                if not place.told.done():
-                    place.told.set_result(answer)
+            for place, outcome in zip(places, await self._outcomes(places), strict=True):
+                place.tell(outcome)
         finally:
             for place in places:
                 place.ended.set_result(None)
+
+    async def _outcomes(self, places: Sequence[_Place[Row, Told]]) -> Sequence[Told | Exception]:
+        try:
+            return await self._run([place.row for place in places], max(place.priority for place in places))
+        except Exception as error:
+            return [error] * len(places)

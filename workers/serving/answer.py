@@ -19,7 +19,7 @@ from typing import Literal
 
 import structlog
 
-from workers.api.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from workers.api.errors import DeadlineExceeded, KvrelayError
 from workers.api.schemas import KVTransferParams, KVUsage
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, Sampling, Token, TokenSequence
@@ -203,7 +203,7 @@ class Answer:
         self._last_token_at = now
 
     async def _keep(self) -> CacheEntry | None:
-        """The answer is worth more than its cache: when the pool has no room, it goes without."""
+        """The answer is worth more than its cache: when the pool has no room, or the time is over, it goes without."""
         if not self.job.params.store:
             return None
         try:
@@ -216,7 +216,7 @@ class Answer:
                 salt=self.job.salt,
                 ttl_s=self.job.params.ttl_s,
             )
-        except (Overloaded, InvalidRequest) as error:
+        except KvrelayError as error:
             self._answerer.metrics.not_stored.inc()
             log.warning("answer_not_kept", reason=error.code, num_tokens=self._sequence.num_tokens)
             return None

@@ -50,7 +50,7 @@ async def page_out(
 ) -> CacheEntry:
     """Keep everything that stands in a sequence as a cache; blocks that were reused whole are shared, not copied.
 
-    Raises `Overloaded` or `InvalidRequest` if the pool has no room.
+    Raises `Overloaded` if the pool has no room, and what `TokenSequence.fetch` raises.
     """
     await sequence.fetch(reuse.num_tokens)
     return await engine.compute.run(

@@ -19,14 +19,15 @@ class Table:
         self.going = asyncio.Event()
         self.going.set()
         self.error: Exception | None = None
+        self.wrong: dict[int, Exception] = {}
 
-    async def run(self, rows: Sequence[int], priority: int) -> list[int]:
+    async def run(self, rows: Sequence[int], priority: int) -> list[int | Exception]:
         self.rounds.append(list(rows))
         self.priorities.append(priority)
         await asyncio.shield(asyncio.ensure_future(self.going.wait()))
         if self.error is not None:
             raise self.error
-        return [2 * row for row in rows]
+        return [self.wrong.get(row, 2 * row) for row in rows]
 
 
 @pytest.fixture
@@ -107,3 +108,10 @@ async def test_a_step_that_fails_fails_its_rows_and_no_others(table: Table) -> N
     assert [str(error) for error in told] == ["planted", "planted"]
     table.error = None
     assert await rounds.join(3) == 6
+
+
+async def test_what_goes_wrong_with_one_row_is_told_to_that_one(table: Table) -> None:
+    rounds = Rounds(table.run, max_rows=3)
+    table.wrong[2] = RuntimeError("planted")
+    told = await asyncio.gather(*(rounds.join(n) for n in (1, 2, 3)), return_exceptions=True)
+    assert told == [2, table.wrong[2], 6] and table.rounds == [[1, 2, 3]]

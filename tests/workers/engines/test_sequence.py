@@ -154,6 +154,27 @@ async def test_a_narrow_top_p_is_greedy(engine: Engine, reference: LlamaForCausa
         assert await written(sequence, 8, sampling) == greedy(reference, prompt, 8)
 
 
+async def test_a_temperature_too_small_to_divide_by_is_greedy(engine: Engine, reference: LlamaForCausalLM) -> None:
+    prompt = random_tokens(20)
+    async with engine.sequence(CLAIM, 64) as sequence:
+        await sequence.read(prompt)
+        assert await written(sequence, 8, Sampling(temperature=1e-40)) == greedy(reference, prompt, 8)
+
+
+async def test_an_answer_that_cannot_go_on_does_not_end_the_others(
+    engine: Engine, reference: LlamaForCausalLM
+) -> None:
+    prompts = [random_tokens(n, seed=n) for n in (10, 30)]
+    async with engine.sequence(CLAIM, 64) as good, engine.sequence(CLAIM, 64) as bad:
+        await good.read(prompts[0])
+        await bad.read(prompts[1])
+        bad.kv(0, 30).values[0].fill_(torch.nan)
+        drawn = written(bad, 8, Sampling(temperature=1.0))
+        told, failed = await asyncio.gather(written(good, 8), drawn, return_exceptions=True)
+    assert told == greedy(reference, prompts[0], 8)
+    assert isinstance(failed, RuntimeError)
+
+
 async def test_draws_follow_the_temperature(engine: Engine, reference: LlamaForCausalLM) -> None:
     prompt, temperature, draws = random_tokens(20), 0.8, 400
     expected = (reference(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)

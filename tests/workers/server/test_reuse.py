@@ -21,8 +21,9 @@ from tests.workers.server.support import (
     content,
     serving,
 )
-from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded
+from workers.api.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, InvalidRequest, Overloaded
 from workers.api.schemas import Message, PrefillReply, PrefillRequest, Prompt
+from workers.engines.transformers.engine import TransformersSequence
 
 UNKNOWN = "kvc-" + "0" * 32
 BLOCK = 32
@@ -161,6 +162,17 @@ async def test_an_answer_is_given_even_if_the_pool_has_no_room_for_it(served: Se
             await prefilled(served)
         assert refused.value.retry_after_s
     assert "kvrelay_cache_store_failures_total 1.0" in (await served.http.get("/metrics")).text
+
+
+async def test_an_answer_is_given_even_if_its_kv_is_fetched_too_late(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def too_late(sequence: TransformersSequence, begin: int) -> None:
+        raise DeadlineExceeded("planted")
+
+    monkeypatch.setattr(TransformersSequence, "fetch", too_late)
+    reply = await served.chat()
+    assert content(reply) and reply["kv_transfer_params"]["cache_id"] is None
 
 
 async def test_a_boundary_that_does_not_exist_is_an_error(served: Served) -> None:

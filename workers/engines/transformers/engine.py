@@ -68,16 +68,16 @@ class TransformersEngine(Engine):
     async def aclose(self) -> None:
         self.compute.close()
 
-    async def _run_round(self, rows: Sequence[Row], priority: int) -> Sequence[Token]:
+    async def _run_round(self, rows: Sequence[Row], priority: int) -> Sequence[Token | Exception]:
         return await self.compute.run(partial(self._decode, rows), priority=priority)
 
-    def _decode(self, rows: Sequence[Row]) -> list[Token]:
+    def _decode(self, rows: Sequence[Row]) -> list[Token | Exception]:
         """A round. Runs on the compute thread."""
         began = time.perf_counter()
         logits = decode(self.hf_model, [row.sequence.memory for row in rows], [row.token_id for row in rows])
         for row, of_row in zip(rows, logits, strict=True):
             row.sequence.note_read(row.token_id, of_row)
-        tokens = [row.sampler.choose(of_row) for row, of_row in zip(rows, logits, strict=True)]
+        tokens = [_chosen(row.sampler, of_row) for row, of_row in zip(rows, logits, strict=True)]
         self.rates.record("decode", 1, time.perf_counter() - began)  # what one answer sees
         return tokens
 
@@ -187,6 +187,14 @@ class TransformersSequence(TokenSequence):
 def _chunks(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
     for begin in range(0, len(token_ids), CHUNK_TOKENS):
         yield token_ids[begin : begin + CHUNK_TOKENS]
+
+
+def _chosen(sampler: Sampler, logits: Tensor) -> Token | Exception:
+    """What goes wrong here, by logits that are no numbers say, is this answer's own affair."""
+    try:
+        return sampler.choose(logits)
+    except Exception as error:
+        return error
 
 
 def _on_start(num_threads: int) -> None:

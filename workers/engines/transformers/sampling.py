@@ -8,12 +8,14 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from workers.engines.base import Sampling, Token
 
+MIN_TEMPERATURE = 1e-5  # below it, logits that are divided by it are numbers no more; so it is greedy, as in vLLM
+
 
 class Sampler:
     """Draws the tokens of one answer. With a seed, the same logits give the same tokens."""
 
     def __init__(self, sampling: Sampling, device: torch.device):
-        self._greedy = sampling.temperature == 0
+        self._greedy = sampling.temperature < MIN_TEMPERATURE
         self._num_top = sampling.num_top
         self._warpers = LogitsProcessorList()
         if not self._greedy and sampling.temperature != 1:
