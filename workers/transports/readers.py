@@ -58,11 +58,12 @@ class Readers:
             return None
 
     def _kept(self, key: tuple[str, str], opened: Reader) -> Reader:
-        """The new reader, or the one that another thread opened meanwhile."""
+        """The new reader, or the one of the same pool that another thread opened meanwhile."""
         with self._lock:
-            if not self._closed and key not in self._open:
-                self._open[key] = opened
             reader = self._open.get(key)
+            if not self._closed and (reader is None or not _same_pool(reader, opened)):
+                self._drop([key])
+                reader = self._open[key] = opened
         if reader is not opened:
             opened.close()
         if reader is None:
@@ -82,3 +83,7 @@ class Readers:
         if kind not in self._transports:
             self._transports[kind] = load_transport(kind, self._secret)
         return self._transports[kind]
+
+
+def _same_pool(one: Reader, other: Reader) -> bool:
+    return (one.export, one.layout) == (other.export, other.layout)

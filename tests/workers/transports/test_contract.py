@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from tests.workers.transports.owner import SECRET, LocalOwner, RemoteOwner
 from workers.api.errors import CacheStale, KvrelayError, TransferFailed
-from workers.api.schemas import PoolExport, Ticket
+from workers.api.schemas import KVLayout, PoolExport, Ticket
 from workers.transports import TRANSPORTS, load_transport
 from workers.transports.base import Reader
+from workers.transports.inproc import InprocTransport
 from workers.transports.readers import Readers
 
 torch.set_num_threads(1)
@@ -76,6 +78,26 @@ def test_a_threads_next_read_reuses_its_room_and_another_threads_does_not(
     assert chunks[2].keys[0].data_ptr() == chunks[0].keys[0].data_ptr() != chunks[1].keys[0].data_ptr()
     for chunk, (begin, end) in zip(chunks[1:], ((8, 16), (8, 14)), strict=True):
         assert_same(chunk, random_kv(0, 16, seed=1).slice(begin, end))
+
+
+def test_a_pool_is_not_taken_for_another_of_the_same_peer_that_was_opened_meanwhile(
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer starts again while two handoffs open its pool; blocks and generations are the same in both."""
+    before, after = LocalOwner("inproc"), LocalOwner("inproc")
+    old, new = before.ticket(8, seed=1), after.ticket(8, seed=2)
+    open_now = InprocTransport.open
+
+    def overtaken(transport: InprocTransport, export: PoolExport, layout: KVLayout, **more: Any) -> Reader:
+        if export == new.pool:
+            opened(readers, old)
+        return open_now(transport, export, layout, **more)
+
+    monkeypatch.setattr(InprocTransport, "open", overtaken)
+    assert (old.blocks, old.generations) == (new.blocks, new.generations)
+    assert_same(opened(readers, new).read(new.blocks, new.generations, 0, 8), random_kv(0, 8, seed=2))
+    before.close()
+    after.close()
 
 
 def test_a_freed_cache_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
