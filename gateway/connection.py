@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ClientDisconnected, RequestTimeout
+from gateway.errors import ClientDisconnected
+from workers.api.errors import RequestTooSlow
 
 T = TypeVar("T")
 
@@ -19,12 +20,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 async def read_body(request: Request, within_s: float) -> bytes:
-    """Raises `RequestTimeout` for a client that sends too slowly, `ClientDisconnected` for one that hangs up."""
+    """Raises `RequestTooSlow` for a client that sends too slowly, `ClientDisconnected` for one that hangs up."""
     try:
         async with asyncio.timeout(within_s):
             return await request.body()
     except TimeoutError as error:
-        raise RequestTimeout(f"the body did not arrive within {within_s:g} s") from error
+        raise RequestTooSlow(f"the body did not arrive within {within_s:g} s") from error
     except ClientDisconnect as error:
         raise ClientDisconnected("the client hung up before its body was there") from error
 

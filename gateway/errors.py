@@ -1,7 +1,8 @@
 """What the gateway itself refuses, and how any error is told to an OpenAI client.
 
     KvrelayError                (workers.api.errors; what workers raise lies there too)
-    ├── InvalidRequest           400  and, below it, ModelNotFound 404 and RequestTooLarge 413: shared with workers
+    ├── InvalidRequest           400  and, below it, what is shared with workers: ModelNotFound 404, RequestTooSlow 408,
+    │                                 RequestTooLarge 413
     ├── SettingsError                 at start: the configuration names a key and what it allows
     ├── AuthenticationFailed     401  no API key, or an unknown one
     ├── PermissionDenied         403  the tenant may not use this model
@@ -9,7 +10,6 @@
     ├── CacheUnknown             404  the tenant has no such cache, or has it no more
     ├── NoMapper                 409  for a cache that a client wants handed over
     ├── MethodNotAllowed         405
-    ├── RequestTimeout           408  the body did not arrive in time
     ├── HeadersTooLarge          431
     ├── RateLimited              429  the tenant has too much in flight, or has used up its minute
     ├── NoUsableWorker           503  every worker of the tier is down, or its circuit is open
@@ -59,10 +59,6 @@ class NoMapper(GatewayError):
 
 class MethodNotAllowed(GatewayError):
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
-
-
-class RequestTimeout(GatewayError):
-    status, type, code = 408, "invalid_request_error", "request_timeout"
 
 
 class HeadersTooLarge(GatewayError):

@@ -25,7 +25,7 @@ class Incoming(Generic[R]):
 
 
 async def take_in(request: Request, kind: type[R]) -> Incoming[R]:
-    """Counts against the tenant's minute. Raises `AuthenticationFailed`, `RateLimited`, `RequestTimeout`,
+    """Counts against the tenant's minute. Raises `AuthenticationFailed`, `RateLimited`, `RequestTooSlow`,
     `ClientDisconnected`, and what `parse` raises."""
     snapshot: Snapshot = request.state.snapshot
     settings = snapshot.settings
