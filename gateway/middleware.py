@@ -6,13 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import orjson
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import HeadersTooLarge, InternalError, reply_headers
+from gateway.errors import HeadersTooLarge, InternalError
+from gateway.routes.replies import error_reply
 from gateway.settings import Limits
 from gateway.snapshot import Gateway
 from workers.api import tracing
@@ -20,6 +21,7 @@ from workers.api.errors import KvrelayError, RequestTooLarge
 from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
 
 UNTOLD = 499  # until a response starts: the status of one that nobody waited for
+CLOSE = {"connection": "close"}  # what else the client sends is not read
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
 
 log = structlog.get_logger()
@@ -56,15 +58,15 @@ class Trace:
         except Exception as error:
             log.error("internal_error", request_id=state["request_id"], **loggable(error))
             if state["status"] == UNTOLD:
-                await _refuse(InternalError("internal error"), sending)
+                await error_reply(InternalError("internal error"), CLOSE)(scope, receive, sending)
         finally:
             self._ended(scope, state)
 
-    def _ended(self, scope: Scope, state: dict[str, object]) -> None:
+    def _ended(self, scope: Scope, state: dict[str, Any]) -> None:
         if scope["path"] in UNMETERED:
             return
         self._gateway.metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
-        took_ms = round((time.monotonic() - float(str(state["arrived_at"]))) * 1000, 1)
+        took_ms = round((time.monotonic() - state["arrived_at"]) * 1000, 1)
         told = {key: state[key] for key in ("tenant", "tier", "path") if key in state}
         log.info("request", request_id=state["request_id"], status=state["status"], took_ms=took_ms, **told)
 
@@ -83,7 +85,7 @@ class Bounds:
         try:
             _check(scope, limits)
         except KvrelayError as error:
-            await _refuse(error, send)
+            await error_reply(error, CLOSE)(scope, receive, send)
             return
         await self._app(scope, self._counting(receive, limits.max_body_bytes), send)
 
@@ -112,13 +114,6 @@ def _check(scope: Scope, limits: Limits) -> None:
 
 def _too_large(num_bytes: int, most: int) -> RequestTooLarge:
     return RequestTooLarge(f"a body of {num_bytes} bytes; at most {most} are allowed")
-
-
-async def _refuse(error: KvrelayError, send: Send) -> None:
-    headers = reply_headers(error) | {"content-type": "application/json", "connection": "close"}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": orjson.dumps(error.body())})
 
 
 @contextmanager
