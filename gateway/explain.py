@@ -9,7 +9,6 @@ from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
 from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn, has_bundle
-from gateway.settings import Settings
 from gateway.turn import Turn
 from gateway.worker import Worker
 from workers.api.errors import KvrelayError
@@ -17,7 +16,7 @@ from workers.api.errors import KvrelayError
 TOKENIZE_S = 2.0
 
 
-async def explain(course: Course, turn: Turn, settings: Settings) -> dict[str, Any]:
+async def explain(course: Course) -> dict[str, Any]:
     """The decision, what the registry knows, and what an escalation would do and take.
 
     `would_escalate` is null where an answer would have to be judged first. `escalation` says what the target would
@@ -25,9 +24,9 @@ async def explain(course: Course, turn: Turn, settings: Settings) -> dict[str, A
     Counts and milliseconds are null where no worker could say how many tokens the prompt has.
     """
     await course.look_up()
-    decision = course.decision
+    turn, decision = course.turn, course.decision
     would_escalate = {"answer": False, "escalate": True, "cascade": None}[decision.route]
-    num_tokens = await _count(course, turn)
+    num_tokens = await _count(course)
     told: dict[str, Any] = {
         "route": decision.route,
         "tier": decision.tier,
@@ -44,15 +43,15 @@ async def explain(course: Course, turn: Turn, settings: Settings) -> dict[str, A
         "escalation": None,
         "predicted_ms": {"small_prefill": None, "full_prefill": None, "handoff": None},
     }
-    return told | (_predicted(course, turn, settings, num_tokens) if num_tokens else {})
+    return told | (_predicted(course, num_tokens) if num_tokens else {})
 
 
-def _predicted(course: Course, turn: Turn, settings: Settings, num_tokens: int) -> dict[str, Any]:
+def _predicted(course: Course, num_tokens: int) -> dict[str, Any]:
     small, target = _likely(course.small), _likely(course.target)
     rates = Rates(target.prefill_tokens_per_s, target.map_tokens_per_s)
-    plan = _plan(course, turn, settings, num_tokens, rates)
+    plan = _plan(course, num_tokens, rates)
     predicted = {
-        "small_prefill": _unread(course, turn, num_tokens) / small.prefill_tokens_per_s * 1000,
+        "small_prefill": _unread(course, num_tokens) / small.prefill_tokens_per_s * 1000,
         "full_prefill": rates.full_prefill_s(num_tokens) * 1000,
         "handoff": rates.handoff_s(num_tokens, plan.num_tokens) * 1000 if isinstance(plan, Transfer) else None,
     }
@@ -63,24 +62,24 @@ def _predicted(course: Course, turn: Turn, settings: Settings, num_tokens: int) 
     }
 
 
-def _unread(course: Course, turn: Turn, num_tokens: int) -> int:
+def _unread(course: Course, num_tokens: int) -> int:
     """What the small model would have to read; nothing where it is not asked."""
     if course.decision.route == "answer" and course.target is not course.small:
         return 0
-    known = turn.known.get(course.small.name)
+    known = course.turn.known.get(course.small.name)
     best = known.best(exact_only=True) if known else None
     return max(0, num_tokens - (best.entry.num_tokens if best else 0))
 
 
-def _plan(course: Course, turn: Turn, settings: Settings, num_tokens: int, rates: Rates) -> Plan | None:
+def _plan(course: Course, num_tokens: int, rates: Rates) -> Plan | None:
     """What an escalation would do; None where there would be none."""
     if course.decision.route == "answer":
         return None
+    turn, settings = course.turn, course.parts.settings
     if not turn.may_map:
         return Prefill("exact" if turn.stores else "no_cache", failed=False)
     own = turn.known[course.target.name].found
-    times = settings.deadlines
-    plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, times)
+    plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, settings.deadlines)
     if isinstance(plan, Transfer) and has_bundle(_likely(course.small).info, _likely(course.target).info) is False:
         return Prefill("no_bundle", failed=True)
     return plan
@@ -119,12 +118,12 @@ def _prefix(turn: Turn, tier: str) -> dict[str, Any] | None:
     }
 
 
-async def _count(course: Course, turn: Turn) -> int | None:
+async def _count(course: Course) -> int | None:
     """The prompt's tokens, as a worker counts them: the gateway never guesses."""
-    by = Deadline.after(TOKENIZE_S).earlier(turn.deadline)
+    by = Deadline.after(TOKENIZE_S).earlier(course.turn.deadline)
     try:
-        worker: Worker = course.small.pick()
-        reply = await by.bound("tokenize", worker.client.tokenize(asks.tokenize(turn), timeout_s=by.remaining_s))
+        client = course.small.pick().client
+        reply = await by.bound("tokenize", client.tokenize(asks.tokenize(course.turn), timeout_s=by.remaining_s))
     except KvrelayError:
         return None
     return reply.num_tokens

@@ -39,7 +39,7 @@ async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
     cascade = Cascade(await choose(snapshot.parts, turn))
     if turn.request.kvrelay.explain:
-        turn.report.explained = await explain(cascade.course, turn, snapshot.settings)
+        turn.report.explained = await explain(cascade.course)
     hang_up = HangUp(request.receive)
     try:
         return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
@@ -83,7 +83,7 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
-    return json_reply(await explain(await choose(snapshot.parts, turn), turn, snapshot.settings))
+    return json_reply(await explain(await choose(snapshot.parts, turn)))
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
