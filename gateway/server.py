@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import os
 import signal
 import socket
 import time
@@ -26,6 +24,7 @@ from gateway.errors import SettingsError
 from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from workers.api.ready import tell_ready
 
 # How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else
 # a request that is on its way just then is broken off without a word.
@@ -64,7 +63,7 @@ class Server(uvicorn.Server):
         url = _url(sockets[0]) if sockets else ""
         log.info("listening", url=url)
         if self._ready_file is not None and self.started:
-            _write_whole(self._ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+            tell_ready(self._ready_file, url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not handed on to uvicorn, which would end the process by the signal: a drained server exits with 0."""
@@ -100,10 +99,3 @@ def bind(settings: Settings) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _write_whole(path: Path, content: str) -> None:
-    """Whoever finds the file finds all of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(path)

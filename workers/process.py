@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -21,6 +19,7 @@ import uvicorn
 
 from workers.api import tracing
 from workers.api.errors import KvrelayError
+from workers.api.ready import tell_ready
 from workers.api.trail import add_request_id, place_of_bug
 from workers.app import create_app
 from workers.serving.announce import announced
@@ -106,7 +105,7 @@ async def _serve(worker: Worker, secret: str, listener: socket.socket, ready_fil
 def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None) -> None:
     url = _url(worker.settings, listener)
     if ready_file is not None:
-        _write_whole(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+        tell_ready(ready_file, url)
     print(f"worker {worker.settings.id} ready on {url} with {worker.engine.model.name}", flush=True)  # noqa: T201
 
 
@@ -124,10 +123,3 @@ def _listen(settings: WorkerSettings) -> socket.socket:
 def _url(settings: WorkerSettings, listener: socket.socket) -> str:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     return f"http://{host}:{listener.getsockname()[1]}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write so that a reader finds all of it or no file."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
