@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from benchmarks.gateways.peers import PEERS, ROOT, Peer, new_key
 from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
 from benchmarks.gateways.stub import MODEL
 from gateway.commands.files import add_json_option, write_json
+from gateway.commands.machine import commit, machine
 from gateway.commands.table import render
 
 ADDED = ("added p50 ms", "added p99 ms")
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gateways: {error}", file=sys.stderr)
         return 1
     print(render(HEAD, [_line(row) for row in rows]))
-    told = {"machine": _machine(), "commit": _commit(), "words": asked.words, "sizes": asdict(sizes)}
+    told = {"machine": machine(), "commit": commit(), "words": asked.words, "sizes": asdict(sizes)}
     write_json(asked.json, told | {"rows": [row.told() for row in rows]})
     return int(any(row.errors for row in rows))
 
@@ -93,15 +92,6 @@ def _line(row: Row) -> list[object]:
     cost, added = (row.cpu_ms, row.per_s), (row.added_p50_ms, row.added_p99_ms)
     streams, rss = (row.streams_whole, row.streams_dropped), (round(row.rss_mib[0]), round(row.rss_mib[-1]))
     return [row.gateway, *cost, *added, *streams, *rss, row.memory_requests]
-
-
-def _machine() -> dict[str, object]:
-    cores = len(os.sched_getaffinity(0))
-    return {"cores": cores, "system": platform.platform(), "python": platform.python_version()}
-
-
-def _commit() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
