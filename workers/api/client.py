@@ -1,4 +1,4 @@
-"""`WorkerClient`: a worker's calls as methods. Raises the errors of `workers.api.errors`, never httpx's own."""
+"""`WorkerClient`: a worker's calls as methods. Raises the errors of `workers.api.errors`, never a wire's."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 A reply whose length nobody tells (neither `content-length` nor chunks, ended by closing) counts as broken off.
 
 Not aiohttp: in front of the same upstream a call by it took 0.40 ms of CPU in place of 0.12, a third of what a request
-may cost the gateway in all; and it can't wait longer for a connection, or look again at a kept one, when its loop is late.
+may cost the gateway in all; and it has no patience with a loop that is late, nor looks at a kept connection before use.
 """
 
 from __future__ import annotations
