@@ -6,6 +6,7 @@ client sends is dropped, since the tenant's salt is the gateway's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -19,6 +20,7 @@ from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Mes
 R = TypeVar("R", bound="ClientRequest")
 
 MAX_DEPTH = 64
+MAX_VALUES = 32_768  # far more than any conversation takes; checking millions would hold up everybody
 SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 SALTS = ("cache_salt", "tenant_salt")  # dropped where a client sends them
@@ -256,8 +258,7 @@ def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body is a JSON {type(body).__name__}; an object is needed")
-    if _deeper_than(body, MAX_DEPTH):
-        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+    _check_shape(body)
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
@@ -292,10 +293,18 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return False
-    if levels == 0:
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return any(_deeper_than(item, levels - 1) for item in inner)
+def _check_shape(body: dict[str, Any]) -> None:
+    """Raises `RequestTooLarge` or `InvalidRequest` for more values, or more levels of them, than are allowed."""
+    containers: list[Any] = [body]
+    num_values = 0
+    for _ in range(MAX_DEPTH):
+        num_values += sum(map(len, containers))
+        if num_values > MAX_VALUES:
+            raise RequestTooLarge(f"the body holds more than {MAX_VALUES} values")
+        containers = [inner for one in containers for inner in _inside(one) if isinstance(inner, (dict, list))]
+    if containers:
+        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inside(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container

@@ -109,6 +109,15 @@ async def test_bodies_and_headers_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
+    "field", [{"metadata": [[]] * 40_000}, {"stop": ["x"] * 40_000}, {"messages": [{}] * 40_000}], ids=min
+)
+async def test_a_body_of_countless_values_is_not_looked_through(stack: Stack, field: dict[str, Any]) -> None:
+    reply = await stack.chat(**field)
+    assert (reply.status_code, error_of(reply)["code"]) == (413, "request_too_large")
+    assert "more than 32768 values" in error_of(reply)["message"]
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/gpt-17", 404)],
 )
