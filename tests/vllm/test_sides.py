@@ -156,16 +156,18 @@ def test_a_few_tokens_in_common_are_no_match(vllm: Engine, shared: int) -> None:
 
 
 def test_what_is_loaded_has_a_salt_of_its_own(vllm: Engine) -> None:
-    def salt(cache: Ticket, own: str | None = None) -> str | None:
-        request = Request("r", PROMPT, params(cache), cache_salt=own)
+    def salt(cache: Ticket, own: str | None = None, **part: Any) -> str | None:
+        load = [{"ticket": cache.model_dump()} | part]
+        request = Request("r", PROMPT, params(load=load), cache_salt=own)
         given = vllm.arrive(request)
         vllm.scheduler.finished("r", is_whole=False)
         return given
 
     first, _ = vllm.ticket("small", IDS, seed=1)
     second, _ = vllm.ticket("small", IDS, seed=2)
-    assert None not in (found := [salt(first), salt(second), salt(first, "own")])
-    assert len(set(found)) == 3
+    bundle = random_mapper().bundle_id
+    found = [salt(first), salt(second), salt(first, "own"), salt(first, num_tokens=20), salt(first, mapper=bundle)]
+    assert None not in found and len(set(found)) == 5
     assert salt(first) == salt(first)
     assert vllm.arrive(Request("plain", PROMPT, None)) is None
     assert vllm.arrive(Request("publishing", PROMPT, params(publish=True))) is None

@@ -17,12 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.errors import InvalidRequest
 from workers.api.schemas import KVLayout, PoolExport
 from workers.engines.admission import Admission, Claim
 from workers.engines.compute import Compute
@@ -117,15 +116,16 @@ class TokenSequence(ABC):
 
     async def logprobs(self, token_ids: Sequence[int]) -> Tensor:
         """Read these tokens, all in one step; log-probabilities `(T, vocab)`, float32 on the CPU, of the next token
-        after each of them. Raises `InvalidRequest` for an engine that does not tell them."""
-        raise InvalidRequest("this engine tells no whole distributions")
+        after each of them. Only for an engine that `tells_distributions`."""
+        raise NotImplementedError("this engine tells no whole distributions")
 
     @abstractmethod
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens."""
 
     async def fetch(self, begin: int) -> None:  # noqa: B027 - working memory of this process is within reach
-        """Bring the KV of tokens from `begin` on within reach of `kv`, where it stands in another process."""
+        """Bring the KV of tokens from `begin` on within reach of `kv`, where it stands in another process. Raises
+        `Overloaded`, `DeadlineExceeded`, `TransferFailed`, `WorkerUnavailable`, as a request there may."""
 
     @abstractmethod
     def kv(self, begin: int, end: int) -> KVCache:
@@ -136,6 +136,7 @@ class Engine(ABC):
     """One model and the compute thread that runs it."""
 
     name: str
+    tells_distributions: ClassVar[bool] = False  # whether its sequences have `logprobs`
     model: ModelInfo
     tokenizer: Tokenizer
     compute: Compute

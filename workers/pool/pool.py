@@ -226,6 +226,12 @@ class Pool(PoolMemory):
         with self._changed:
             self._forget(self.peek(cache_id))
 
+    def discard_made_by(self, provenance: Provenance) -> None:
+        """Forget all caches of this provenance, whoever's they are."""
+        with self._changed:
+            for entry in [entry for entry in self._entries.values() if entry.provenance == provenance]:
+                self._forget(entry)
+
     def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
         """Which of this tenant's caches is in a second tier and serves these tokens better than what stands here: the
         one named, or else the longest exact prefix. None if there is none, as in a pool without a second tier."""

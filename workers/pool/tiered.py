@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.api.errors import PoolFull
+from workers.api.schemas import Provenance
 from workers.digest import block_chain
 from workers.pool.arena import Arena
 from workers.pool.entries import EXACT, CacheEntry, Hold, PoolStats
@@ -49,6 +50,13 @@ class TieredPool(Pool):
         with self._changed:
             if self._tier.forget(cache_id) is None:
                 super().discard(cache_id)
+            self._changed.notify_all()
+
+    def discard_made_by(self, provenance: Provenance) -> None:
+        with self._changed:
+            super().discard_made_by(provenance)
+            for entry in [entry for entry in self._tier.entries() if entry.provenance == provenance]:
+                self._tier.forget(entry.cache_id)
             self._changed.notify_all()
 
     def supersede(self, exact: CacheEntry, *, tip: CacheEntry | None = None) -> int:

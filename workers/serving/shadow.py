@@ -90,7 +90,10 @@ class Shadow:
         self._show_bundles()
 
     def note(self, served: Served) -> None:
-        """To be compared when there is time."""
+        """To be compared when there is time, if the engine tells what is needed for it."""
+        if not self._engine.tells_distributions:
+            self._count("unsupported")
+            return
         self._waiting.append(served)
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
@@ -141,14 +144,8 @@ class Shadow:
         self._metrics.shadow_top1.labels(bundle, "other").inc(comparison.num_tokens - agreed)
         log.info("compared", bundle=bundle, num_tokens=comparison.num_tokens, num_agreed=agreed, kl=comparison.kl_mean)
         if self._bundles.compared(bundle, comparison):
-            self._forget_caches_of(bundle)
+            self._pool.discard_made_by(MAPPED + bundle)  # none is served any more, nor any that was read over such
             self._show_bundles()
-
-    def _forget_caches_of(self, bundle: str) -> None:
-        """None that it made is served any more, nor any that was read over such."""
-        for entry in self._pool.mapped():
-            if entry.provenance == MAPPED + bundle:
-                self._pool.drop(entry.cache_id, entry.tenant_salt)
 
     def _show_bundles(self) -> None:
         for info in self._bundles.infos:

@@ -108,6 +108,22 @@ def test_no_other_tenants_and_nothing_mapped_is_offered_for_its_tokens(make: Mak
     assert not pool.match_prefix(range(14), SALT).blocks
 
 
+def test_what_a_bundle_made_is_forgotten_in_both_tiers(make: Make) -> None:
+    pool = make()
+
+    def mapped(name: str) -> CacheEntry:
+        with pool.allocate(2) as fresh:
+            return pool.put(fresh.blocks, range(8), SALT, ttl_s=60, provenance=f"mapped:{name}", mapped=Span(4, 8))
+
+    away, other_away, here, other_here = (mapped(name) for name in ("bad", "good", "bad", "good"))
+    assert pool.evicted((), SALT, away.cache_id) and pool.get(here.cache_id, SALT)
+    pool.discard_made_by("mapped:bad")
+    for gone in (away, here):
+        assert_gone(pool, gone)
+        assert not pool.recall(gone.cache_id)
+    assert pool.get(other_here.cache_id, SALT) and pool.recall(other_away.cache_id)
+
+
 def test_what_was_deleted_or_has_expired_does_not_come_back(make: Make, clock: ManualClock) -> None:
     pool = make(num_slots=12)
     dropped, expired = store(pool, 14, ttl_s=600), store(pool, 14, first=100, ttl_s=5)

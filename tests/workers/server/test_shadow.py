@@ -22,6 +22,7 @@ from tests.workers.server.support import SALT, Served, bundle, content, serving,
 from tests.workers.server.test_upgrade import Watched
 from workers.api.errors import BundleUnusable, CacheNotFound
 from workers.api.schemas import BundleInfo, PrefillRequest
+from workers.engines.transformers.engine import TransformersEngine
 from workers.quality import Comparison, Window
 from workers.serving.shadow import MAX_WAITING, Shadow, compare
 
@@ -181,6 +182,17 @@ async def test_only_what_was_asked_and_mapped_is_compared(folder: Path, good: Pa
         shadow = shadow_of(pair[1])
         await mapped_answer(pair, **changes)
         assert not await shadow.compare_one()
+
+
+async def test_an_engine_that_tells_no_distributions_is_not_asked_for_them(
+    folder: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransformersEngine, "tells_distributions", False)
+    async with pair_of(folder, folder, good) as pair:
+        shadow = shadow_of(pair[1])
+        assert content(await mapped_answer(pair))
+        assert not await shadow.compare_one()
+        assert pair[1].worker.metrics.shadows.labels("unsupported")._value.get() == 1
 
 
 async def test_a_cache_that_has_gone_and_one_too_many_are_counted(folder: Path, good: Path) -> None:

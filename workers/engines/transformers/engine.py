@@ -48,6 +48,7 @@ class TransformersEngine(Engine):
     """Runs `model` on a thread of its own with `num_threads` of the CPU. See `workers.engines.transformers.loading`."""
 
     name = "transformers"
+    tells_distributions = True
 
     def __init__(
         self, model: PreTrainedModel, info: ModelInfo, tokenizer: Tokenizer, admission: Admission, num_threads: int

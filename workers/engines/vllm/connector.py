@@ -11,7 +11,6 @@ Loading is synchronous: it is done before the forward pass of the step that need
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,10 +33,8 @@ from workers.engines.vllm.config import ConnectorSettings, EngineModel
 from workers.engines.vllm.moving import PagedCache, WorkerSide
 from workers.engines.vllm.paged import CpuLayout, CudaLayout, PagedLayout
 from workers.engines.vllm.scheduling import SchedulerSide
-from workers.engines.vllm.shards import heads_of
+from workers.engines.vllm.shards import Heads, heads_of
 from workers.engines.vllm.steps import StepWork
-
-log = logging.getLogger(__name__)
 
 WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -146,7 +143,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
 
-    def _heads(self) -> Any:
+    def _heads(self) -> Heads:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
         return heads_of(rank, ranks, self._model.layout.num_kv_heads)

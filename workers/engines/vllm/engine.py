@@ -20,7 +20,6 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-import structlog
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -38,8 +37,6 @@ from workers.engines.tokenizer import Tokenizer
 from workers.engines.vllm.moving import Sources
 from workers.engines.vllm.params import Lent, LoadPart, Publish, TransferParams, TransferReport
 from workers.pool.entries import new_cache_id
-
-log = structlog.get_logger()
 
 LENT_S = 60.0  # what is published is read back at once, and given back with the next request
 
@@ -78,7 +75,8 @@ class VllmEngine(Engine):
         async with aclosing(self.llm.generate(prompt, sampling, request_id, priority=priority)) as outputs:
             try:
                 while (output := await _next(outputs, claim)) is not None:
-                    self.compute.busy_at = time.monotonic() if claim.priority > BACKGROUND else self.compute.busy_at
+                    if claim.priority > BACKGROUND:
+                        self.compute.busy_at = time.monotonic()
                     yield output
             except EngineDeadError as error:
                 signal.raise_signal(signal.SIGTERM)

@@ -161,5 +161,3 @@ class WorkerSide:
         if self._exchange is None:
             self._exchange = ExchangeWriter(export, self._exchange_layout)
         return self._exchange
-
-

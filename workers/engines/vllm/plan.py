@@ -10,6 +10,7 @@ from mappers.cache import KVGeometry
 from mappers.mapper import Mapper
 from workers.api.errors import CacheMismatch, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.engines.tokenizer import common_prefix_len
 from workers.engines.vllm.params import LoadPart, TransferParams
 from workers.handoff.plan import check_tokens, plan_handoff
 from workers.pool.entries import EXACT
@@ -63,10 +64,11 @@ def provenance_of(parts: Sequence[Part]) -> str:
 
 
 def isolating_salt(own: str | None, params: TransferParams) -> str:
-    """The salt under which vLLM's own prefix cache keeps what is loaded so: found again by whoever loads the same
-    caches under the same salts, and by nobody else."""
-    named = [own or "", params.tenant_salt, *(part.ticket.cache_id for part in params.load)]
-    return hashlib.sha256("\0".join(["kvrelay/loaded/1", *named]).encode()).hexdigest()
+    """The salt under which vLLM's own prefix cache keeps what is loaded so: found again by whoever loads as much of the
+    same caches, by the same bundles, under the same salts, and by nobody else."""
+    parts = (f"{part.ticket.cache_id} {part.num_tokens} {part.mapper}" for part in params.load)
+    named = ["kvrelay/loaded/2", own or "", params.tenant_salt, *parts]
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
 def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], target: Target) -> Part:
@@ -76,7 +78,7 @@ def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], ta
         raise TransferFailed(
             f"a {ticket.pool.kind} pool is not read within a step of vLLM; those are: {', '.join(target.transports)}"
         )
-    end = min(asked.num_tokens or ticket.num_tokens, _common_prefix(ticket.token_ids, prompt))
+    end = min(asked.num_tokens or ticket.num_tokens, common_prefix_len(ticket.token_ids, prompt))
     if end <= begin:
         raise CacheMismatch(
             f"{ticket.cache_id} and the prompt share {end} tokens; it was to supply those from {begin} on"
@@ -101,11 +103,6 @@ def _check_geometry(ticket: Ticket, layout: KVLayout) -> None:
     found, ours = (KVGeometry(x.num_layers, x.num_kv_heads, x.head_dim) for x in (ticket.layout, layout))
     if found != ours:
         raise CacheMismatch(f"{ticket.cache_id} has {found}; this model has {ours}", param="layout")
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def check_prompt(prompt: Sequence[int] | None) -> Sequence[int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.api.errors import KvrelayError
+from workers.api.trail import loggable
 from workers.engines.vllm.params import Publish, TransferParams, TransferReport, parse
 from workers.engines.vllm.plan import (
     Part,
@@ -130,7 +131,7 @@ class SchedulerSide:
         except KvrelayError as error:
             state.refused = error.message
         except Exception as error:  # a bug of ours must not end the engine
-            log.exception("a request's kv_transfer_params were not understood")
+            log.error("a request's kv_transfer_params were not understood: %s", loggable(error))
             state.refused = f"internal error: {type(error).__name__}"
         return isolating_salt(request.cache_salt, params) if state.parts else None
 
