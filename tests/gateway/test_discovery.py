@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from gateway.errors import SettingsError
 from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
-from workers.api.board import Board, RedisError, repeating
+from workers.api.board import KEY, Board, RedisError, repeating
 from workers.api.fake import FAKE_SECRET, FakeWorker
 from workers.api.heartbeat import MAX_AGE_S, Heartbeat, Living
 
@@ -29,7 +30,7 @@ def beat(**changes: Any) -> Heartbeat:
 
 
 @pytest.mark.parametrize(
-    ("signed", "is_read"),
+    ("signed", "counts"),
     [
         (beat().signed(FAKE_SECRET), True),
         (beat().signed("another secret"), False),
@@ -39,8 +40,22 @@ def beat(**changes: Any) -> Heartbeat:
         ("no JSON", False),
     ],
 )
-def test_only_what_the_cluster_has_signed_lately_is_read(signed: str, is_read: bool) -> None:
-    assert (Heartbeat.read(signed, FAKE_SECRET) is not None) is is_read
+def test_only_what_the_cluster_has_signed_lately_counts(signed: str, counts: bool) -> None:
+    read = Heartbeat.read(signed, FAKE_SECRET)
+    assert (read is not None and not read.is_of_long_ago) is counts
+
+
+async def test_a_board_forgets_who_left_without_a_word(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        ours, theirs, raw = Board(redis.url, FAKE_SECRET), Board(redis.url, "another secret"), Redis.from_url(redis.url)
+        long_ago = time.time() - MAX_AGE_S - 60
+        for board, name in ((ours, "gone"), (theirs, "another-clusters")):
+            await board.put(beat(worker=name, at=long_ago))
+        await ours.put(beat())
+        assert [one.worker for one in await ours.read()] == ["large-0"]
+        assert sorted(await raw.hkeys(KEY)) == [b"another-clusters", b"large-0"]
+        for client in (ours, theirs, raw):
+            await client.aclose()
 
 
 def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:

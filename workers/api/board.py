@@ -32,9 +32,13 @@ class Board:
         await self._redis.hdel(KEY, worker)
 
     async def read(self) -> list[Heartbeat]:
-        found = await self._redis.hgetall(KEY)
-        beats = [Heartbeat.read(raw, self._secret) for raw in found.values()]
-        return [beat for beat in beats if beat is not None]
+        """Those that count. What a worker left there long ago is taken off: the board does not grow for ever."""
+        raw = await self._redis.hgetall(KEY)
+        ours = {name: beat for name, signed in raw.items() if (beat := Heartbeat.read(signed, self._secret))}
+        old = [name for name, beat in ours.items() if beat.is_of_long_ago]
+        if old:
+            await self._redis.hdel(KEY, *old)
+        return [beat for name, beat in ours.items() if name not in old]
 
     async def aclose(self) -> None:
         await self._redis.aclose()
