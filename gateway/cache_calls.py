@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,9 @@ from gateway.fleet import Tier
 from gateway.routing import check_may_use
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.tenants import Tenant
+from gateway.transfers import counted
 from gateway.turn import Found
-from workers.api.errors import BundleUnusable, CacheUnusable, InvalidRequest, KvrelayError
+from workers.api.errors import BundleUnusable, CacheUnusable, InvalidRequest
 from workers.api.schemas import CacheReply, PrefillRequest, TransferReply, TransferRequest
 
 TOLD = {"cache_id", "num_tokens", "digest", "epoch", "expires_at", "provenance"}
@@ -80,8 +80,7 @@ class CacheCall:
             raise InvalidRequest(f"cache_id: {asked.cache_id} was mapped itself; a source is exact", param="cache_id")
 
     async def _mapped(self, asked: HandoffRequest, source: Found, target: Tier) -> tuple[str, TransferReply]:
-        worker, metrics = target.pick(), self.parts.metrics
-        by = self.deadline
+        worker, by = target.pick(), self.deadline
         if asked.deadline_ms is not None:
             by = by.earlier(Deadline.after(asked.deadline_ms / 1000))
         request = TransferRequest(
@@ -94,18 +93,13 @@ class CacheCall:
             ttl_s=asked.ttl_s,
             deadline_ms=asks.left_ms(by),
         )
-        started = time.monotonic()
         try:
-            reply = await worker.transfer(request, by)
-        except KvrelayError as error:
-            metrics.handoffs.labels(error.code).inc()
-            if isinstance(error, CacheUnusable):
-                await self.parts.caches.forget(source)
-                raise _unknown(asked.cache_id) from error
-            if isinstance(error, BundleUnusable):
-                raise NoMapper(f"no mapper {asked.mapper!r} for this cache and {target.model!r} is usable") from error
-            raise
-        metrics.handed_over(time.monotonic() - started, reply.num_tokens / worker.prefill_tokens_per_s)
+            reply, _ = await counted(self.parts.metrics, worker, request, by)
+        except CacheUnusable as error:
+            await self.parts.caches.forget(source)
+            raise _unknown(asked.cache_id) from error
+        except BundleUnusable as error:
+            raise NoMapper(f"no mapper {asked.mapper!r} for this cache and {target.model!r} is usable") from error
         return worker.id, reply
 
     async def _keep(self, worker: str, reply: CacheReply, num_tokens: int) -> None:

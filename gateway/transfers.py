@@ -10,9 +10,11 @@ from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.handoff import Transfer
+from gateway.metrics import Metrics
 from gateway.sources import Handed, Read
 from gateway.worker import Worker
 from workers.api.errors import CacheUnusable, KvrelayError
+from workers.api.schemas import TransferReply, TransferRequest
 
 
 async def transferred(course: Course, source: Read, worker: Worker, plan: Transfer) -> Handed:
@@ -27,19 +29,30 @@ async def transferred(course: Course, source: Read, worker: Worker, plan: Transf
         num_tokens=plan.num_tokens,
         by=by,
     )
+    try:
+        reply, took_s = await counted(parts.metrics, worker, request, by)
+    except CacheUnusable:
+        if source.found is not None:
+            await parts.prefixes.forget(turn, source.worker.tier, source.found)
+        raise
+    made, count = reply.cache_id, reply.num_tokens
+    cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source.cache_id)
+    return Handed(worker, reply, took_s)
+
+
+async def counted(
+    metrics: Metrics, worker: Worker, request: TransferRequest, by: Deadline
+) -> tuple[TransferReply, float]:
+    """What the worker made, and how long that took in seconds. Whatever comes of it stands in the metrics."""
     started = time.monotonic()
     try:
         reply = await worker.transfer(request, by)
     except KvrelayError as error:
-        parts.metrics.handoffs.labels(error.code).inc()
-        if isinstance(error, CacheUnusable) and source.found is not None:
-            await parts.prefixes.forget(turn, source.worker.tier, source.found)
+        metrics.handoffs.labels(error.code).inc()
         raise
     took_s = time.monotonic() - started
-    made, count = reply.cache_id, reply.num_tokens
-    cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source.cache_id)
-    parts.metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
-    return Handed(worker, reply, took_s)
+    metrics.handed_over(took_s, reply.num_tokens / worker.prefill_tokens_per_s)
+    return reply, took_s
 
 
 def note_handed(course: Course, handed: Handed) -> None:
