@@ -91,9 +91,10 @@ class Metrics:
         self.circuit_transitions.labels(target, to.name.lower()).inc()
 
     def forget_worker(self, worker_id: str) -> None:
-        """It is configured no more."""
+        """It is there no more; the names of workers that are found change without end."""
         for target in (worker_id, f"{worker_id}/transfer"):
-            self.circuit_state.remove(target)
+            for of_target in (self.circuit_state, self.circuit_transitions, self.worker_restarts):
+                of_target.remove_by_labels({"target": target})
 
     def began(self, report: Report, overhead_ms: float) -> None:
         """The first token is there."""
