@@ -26,9 +26,12 @@ from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
 
+ANY_HOST = ("0.0.0.0", "::", "")
+
 
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
+    _check_can_be_found(settings)
     configure_logging()
     try:
         tracing.start(settings.tracing, f"kvrelay-worker-{settings.id}")
@@ -44,6 +47,15 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
+
+
+def _check_can_be_found(settings: WorkerSettings) -> None:
+    """A heartbeat must name an address that leads here from other hosts."""
+    if settings.discovery is not None and settings.url is None and settings.host in ANY_HOST:
+        raise SettingsError(
+            f"worker {settings.id!r} listens on {settings.host}, every address of this machine; with discovery, url "
+            "must say which one others use"
+        )
 
 
 def configure_logging() -> None:
@@ -121,5 +133,5 @@ def _listen(settings: WorkerSettings) -> socket.socket:
 
 
 def _url(settings: WorkerSettings, listener: socket.socket) -> str:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    host = "127.0.0.1" if settings.host in ANY_HOST else settings.host
     return f"http://{host}:{listener.getsockname()[1]}"

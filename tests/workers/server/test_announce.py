@@ -10,11 +10,14 @@ import pytest
 from starlette.types import ASGIApp
 
 from tests.gateway.redis_process import redis_process
+from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, SECRET, Served, serving, transfer_request
 from workers.api.board import Board
 from workers.api.errors import InvalidRequest
 from workers.api.schemas import PrefillRequest, TransferReply
+from workers.process import serve
 from workers.serving.announce import announced
+from workers.settings import SettingsError
 
 
 async def handed_over(cache_id: str, large: Served) -> TransferReply:
@@ -28,6 +31,12 @@ async def handed_over_once_met(cache_id: str, large: Served) -> TransferReply:
                 return await handed_over(cache_id, large)
             except InvalidRequest:
                 await asyncio.sleep(0.05)
+
+
+def test_a_worker_that_listens_everywhere_must_say_where_it_is_found(folder: Path) -> None:
+    settings = tiny.settings_for(folder, host="0.0.0.0", discovery={"url": "redis://127.0.0.1"})
+    with pytest.raises(SettingsError, match=r"listens on 0\.0\.0\.0, every address .*; with discovery, url must say"):
+        serve(settings, SECRET)
 
 
 async def test_workers_find_each_other(

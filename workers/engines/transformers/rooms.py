@@ -8,13 +8,12 @@ memory that a step may still be writing to.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +33,7 @@ class Rooms:
         if count * dtype.itemsize < SMALL:
             return torch.empty(tuple(shape), dtype=dtype)
         memory = self._kept_or_new(count * dtype.itemsize)
-        kind: Any = type("Room", (ctypes.c_ubyte * len(memory),), {})  # unlike its base, it takes weak references
-        room = kind.from_buffer(memory)
+        room = np.frombuffer(memory, np.uint8)  # takes weak references, and is what every tensor in it refers to
         weakref.finalize(room, self._give_back, memory).atexit = False
         return torch.frombuffer(room, dtype=dtype, count=count).view(*shape)  # keeps `room`
 
@@ -48,7 +46,7 @@ class Rooms:
 
     def _give_back(self, memory: mmap.mmap) -> None:
         # Called wherever the last tensor goes, so without a lock: each step here is one of the interpreter's.
-        if not self._kept or len(self._kept[0]) < len(memory):
+        if all(len(other) < len(memory) for other in self._kept[:]):
             self._kept[:] = [memory]
 
 
