@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from workers.api.errors import InvalidRequest
+from workers.api.errors import ContextLengthExceeded, InvalidRequest
 from workers.api.schemas import Message
 
 REPLACEMENT = "\ufffd"
@@ -40,15 +40,17 @@ def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
 class Tokenizer:
     """Wraps a Hugging Face tokenizer. `encode*` are for one thread at a time; `decode` and `piece` for any."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, *, model: str, vocab_size: int):
+    def __init__(self, hf: PreTrainedTokenizerBase, *, model: str, vocab_size: int, max_tokens: int):
         self._hf = hf
         self._model = model
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._longest_token = max(map(len, hf.get_vocab()))  # in characters, or in bytes, which are no fewer
         hf.encode("")  # settles truncation and padding now, so that no later call changes the tokenizer
 
     def encode(self, text: str) -> PromptTokens:
         """A plain text, with what the tokenizer puts around texts (once, if the text already begins with it)."""
-        ids: list[int] = self._hf.encode(_checked(text, "prompt"), add_special_tokens=True)
+        ids: list[int] = self._hf.encode(self._checked(text, "prompt"), add_special_tokens=True)
         bos = self._hf.bos_token_id
         return PromptTokens(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
 
@@ -99,7 +101,7 @@ class Tokenizer:
 
     def _encode_rendered(self, text: str) -> list[int]:
         # The template has written the special tokens, BOS included: the tokenizer must not add them again.
-        ids: list[int] = self._hf.encode(_checked(text, "messages"), add_special_tokens=False)
+        ids: list[int] = self._hf.encode(self._checked(text, "messages"), add_special_tokens=False)
         return ids
 
     def _render(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, answer: bool) -> str:
@@ -122,6 +124,21 @@ class Tokenizer:
                 raise InvalidRequest(
                     f"{self._model} does not take tool_calls: its chat template ignores them", param="messages"
                 )
+
+    def _checked(self, text: str, param: str) -> str:
+        """The text itself. Refuses what can't fit, since megabytes of one word take minutes to tokenise, and halves of
+        surrogate pairs, which JSON can spell and no tokenizer reads."""
+        if len(text) > self._max_tokens * self._longest_token:
+            raise ContextLengthExceeded(
+                f"{len(text)} characters are more than {len(text) // self._longest_token} tokens; "
+                f"the context length is {self._max_tokens}",
+                param=param,
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"character {error.start} is half of a surrogate pair", param=param) from error
+        return text
 
 
 class Detokenizer:
@@ -170,12 +187,3 @@ def _parsed(arguments: str) -> Any:
         return json.loads(arguments)
     except json.JSONDecodeError:
         return arguments
-
-
-def _checked(text: str, param: str) -> str:
-    """The text itself. JSON can spell halves of surrogate pairs, which no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"character {error.start} is half of a surrogate pair", param=param) from error
-    return text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.workers.engines import tiny
-from workers.api.errors import InvalidRequest
+from workers.api.errors import ContextLengthExceeded, InvalidRequest
 from workers.api.schemas import Message
 from workers.engines.tokenizer import Detokenizer, Tokenizer, common_prefix_len
 
@@ -19,11 +19,12 @@ TALK = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
 BOS_ID = 0
+MAX_TOKENS = 1000
 
 
 def tokenizer(template: str | None = "turns") -> Tokenizer:
     words = tiny.tokenizer(template)
-    return Tokenizer(words, model="tiny", vocab_size=len(words))
+    return Tokenizer(words, model="tiny", vocab_size=len(words), max_tokens=MAX_TOKENS)
 
 
 @pytest.mark.parametrize("stable_messages", [1, 2, 3])
@@ -52,6 +53,13 @@ def test_a_rendering_that_begins_otherwise_leaves_next_to_nothing_stable() -> No
 def test_messages_that_the_template_cannot_render_alone_have_no_boundary() -> None:
     tokens = tokenizer("strict").encode_chat(TALK, stable_messages=1)
     assert tokens.stable_tokens is None and tokens.token_ids == tokenizer().encode_chat(TALK).token_ids
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(is_chat: bool) -> None:
+    words, endless = tokenizer(), "x" * 2**20
+    with pytest.raises(ContextLengthExceeded, match=r"characters are more than \d+ tokens.*length is 1000"):
+        words.encode_chat([Message(role="user", content=endless)]) if is_chat else words.encode(endless)
 
 
 def test_bos_stands_once() -> None:

@@ -28,7 +28,9 @@ def load(settings: WorkerSettings) -> TransformersEngine:
         folder = local_folder(settings.model)
         model = _load_model(settings, folder)
         info = describe(settings, folder, model.config, model.generation_config)
-        tokenizer = Tokenizer(load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size)
+        tokenizer = Tokenizer(
+            load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size, max_tokens=info.max_model_len
+        )
     except MapperError as error:
         raise SettingsError(f"worker {settings.id!r}: {error}") from error
     admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)

@@ -58,7 +58,10 @@ def _describe(settings: WorkerSettings) -> tuple[ModelInfo, Tokenizer]:
     folder = local_folder(settings.model)
     config = AutoConfig.from_pretrained(folder)
     info = describe(settings, folder, config, _generation_config(folder))
-    return info, Tokenizer(load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size)
+    tokenizer = Tokenizer(
+        load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size, max_tokens=info.max_model_len
+    )
+    return info, tokenizer
 
 
 def _generation_config(folder: Path) -> Any:
