@@ -94,8 +94,6 @@ def test_a_planted_map_is_recovered_in_its_own_form(name: str) -> None:
     assert solution.structure() == STRUCTURES.get(name, {})
     stored = sum(part.numel() for part in solution.parts().values())
     assert stored == SIZES.get(name, plant.numel())
-    rounded = solution.rebuilt({part: tensor.half().double() for part, tensor in solution.parts().items()})
-    assert 0 < float((rounded.weight - plant).abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("name", FITTED)

