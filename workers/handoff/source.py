@@ -4,7 +4,8 @@
              │       └── opened when the one before has failed, to open or in the middle
              └── a chunk that failed is read again by the next; what was read and mapped before stands
 
-A cache that is gone or was written since is no transport's failure: no other would find it otherwise.
+Once a way is open, a cache that is gone or was written since is no transport's failure: no other would find it
+otherwise. One that does not open says little, as a pool's file may only be out of sight here.
 """
 
 from __future__ import annotations
