@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import quote, urlsplit
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -36,6 +35,7 @@ from workers.api.heartbeat import DiscoverySettings
 from workers.api.redis_url import REDIS_SCHEMES, checked
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
+from workers.api.yaml_file import YamlUnusable, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -283,11 +283,9 @@ class Settings(BaseSettings):
 def load(path: Path) -> Settings:
     """Reads and validates the file. Relative paths of secrets are taken from the file's own folder."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the configuration {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+        content = read_yaml(path)
+    except YamlUnusable as error:
+        raise SettingsError(str(error)) from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path} must hold a mapping with the keys {', '.join(Settings.model_fields)}")
     settings = from_values(content)
@@ -312,6 +310,8 @@ def from_values(values: dict[str, Any]) -> Settings:
         raise SettingsError("; ".join(_line(dict(one)) for one in error.errors(include_url=False))) from error
     except SourceError as error:
         raise SettingsError(f"environment: {error}") from error
+    except RecursionError as error:
+        raise SettingsError("the configuration is nested too deep, or holds itself") from error
 
 
 def read_secret(path: Path, key: str = "secret_file") -> str:

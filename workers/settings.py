@@ -10,20 +10,22 @@ Relative paths are taken from the file's own folder. Reading settings loads no m
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workers.api import secret
 from workers.api.heartbeat import DiscoverySettings
 from workers.api.tracing import TracingSettings
+from workers.api.yaml_file import YamlUnusable, read_yaml
 from workers.engines import ENGINES
 
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
+CREDENTIALS = re.compile(r"//.*@")  # in a URL
 
 M = TypeVar("M", bound=BaseModel)
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -190,9 +192,9 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str:
 
 def _parse(path: Path) -> _ConfigFile:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"cannot read {path}: {error}") from error
+        data = read_yaml(path)
+    except YamlUnusable as error:
+        raise SettingsError(str(error)) from error
     return _validated(path, _ConfigFile, data)
 
 
@@ -202,7 +204,12 @@ def _validated(path: Path, kind: type[M], data: Any) -> M:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise SettingsError(f"{path}: {where}: {first['msg']}, got {first['input']!r}") from error
+        raise SettingsError(f"{path}: {where}: {first['msg']}{_got(first['input'])}") from error
+
+
+def _got(value: Any) -> str:
+    """The value; not a whole section, which may hold what is secret, and no password of a URL."""
+    return "" if isinstance(value, dict) else ", got " + CREDENTIALS.sub("//***@", repr(value))
 
 
 def _locate(folder: Path, name: str) -> str:

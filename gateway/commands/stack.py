@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
+from workers.api.yaml_file import YamlUnusable, read_yaml
 
 Say = Callable[[str], None]
 
@@ -256,7 +256,10 @@ class Stack:
 
 def _read(config: Path) -> dict[str, Any]:
     """What a stack needs of the file; the processes that it starts check the rest."""
-    content: Any = yaml.safe_load(config.read_bytes())
+    try:
+        content: Any = read_yaml(config)
+    except YamlUnusable as error:
+        raise StackError(str(error)) from error
     if not isinstance(content, dict) or not isinstance(content.get("server", {}), dict):
         raise StackError(f"{config} must hold a mapping with tiers, workers and, if need be, server: {{host, port}}")
     workers = content.get("workers")

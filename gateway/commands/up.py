@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from gateway.commands import family
 from gateway.commands.stack import Stack, StackError, port_is_free, stop_on_signals
 
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = options.config or _embedded(options.family, options.port, options.engine)
         return _serve(config)
-    except (StackError, OSError, yaml.YAMLError) as error:
+    except (StackError, OSError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -128,10 +128,22 @@ def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
     assert "hidden" not in refused.value.message
 
 
+HOLDS_ITSELF = """
+tiers: [{name: small, model: some}]
+workers: {small-0: {tier: small, url: "http://127.0.0.1:8101"}}
+policy: &again {name: rules, otherwise: *again}
+"""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("tiers: [", "not valid YAML"),
+        ("tiers: [", "not valid YAML in line 1"),
+        ("tiers: " + "[" * 3000, "not valid YAML: it is nested too deep"),
+        ("tiers: !!int x", "not valid YAML: invalid literal"),
+        ("tiers: !!bool x", "not valid YAML: 'x'"),
+        ("tiers: 2020-99-99", "not valid YAML: month"),
+        (HOLDS_ITSELF, "holds itself"),
         ("- a\n- b\n", "must hold a mapping with the keys tiers"),
         ("", "must hold a mapping"),
     ],
@@ -139,6 +151,12 @@ def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
 def test_a_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(written(tmp_path, content))
+
+
+def test_no_line_of_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="not valid YAML in line 1") as refused:
+        load(written(tmp_path, "registry: {url: redis://:hidden@h, : ]"))
+    assert "hidden" not in refused.value.message
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> 
     ("arguments", "changes", "says"),
     [
         (("--worker", "nope"), {}, "unknown worker 'nope'.*proc-large, proc-small"),
-        (("--worker", "proc-small", "--config", "/no/such.yaml"), {}, "cannot read /no/such.yaml"),
+        (("--worker", "proc-small", "--config", "/no/such.yaml"), {}, "cannot read the configuration /no/such.yaml"),
         (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": ""}, "KVRELAY_SECRET_FILE"),
         (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": "/no/such"}, "/no/such"),
     ],

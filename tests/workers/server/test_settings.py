@@ -67,6 +67,17 @@ def test_wrong_values_are_named(tmp_path: Path, changes: dict[str, Any], says: s
         read_settings(written(tmp_path, SMALL | changes), "small-0")
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["tenants: {default: {api_keys: [hidden]}}", 'discovery: {url: "redi://user:hidden@h"}\nworkers: {a: {model: b}}'],
+)
+def test_what_is_secret_is_not_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "kvrelay.yaml").write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        read_settings(tmp_path / "kvrelay.yaml", "a")
+    assert "hidden" not in str(refused.value)
+
+
 def test_unknown_workers_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="unknown worker 'big'; .* has: large-0, small-0"):
         read_settings(written(tmp_path, SMALL, LARGE), "big")
@@ -75,7 +86,7 @@ def test_unknown_workers_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"workers.*\.\./x"):
         read_settings(written(tmp_path, SMALL | {"id": "../x"}), "small-0")
     (tmp_path / "kvrelay.yaml").write_text("workers: [")
-    with pytest.raises(SettingsError, match="cannot read"):
+    with pytest.raises(SettingsError, match="kvrelay.yaml is not valid YAML in line 1"):
         read_settings(tmp_path / "kvrelay.yaml", "small-0")
     with pytest.raises(SettingsError, match="nowhere.yaml"):
         read_settings(tmp_path / "nowhere.yaml", "small-0")
