@@ -44,6 +44,8 @@ def _embedded(name: str, port: int, engine: str) -> Path:
 
 
 def _check_port(port: int) -> None:
+    if not 0 < port < 65_536:
+        raise StackError(f"--port {port}: a port is a number from 1 to 65535")
     if not port_is_free(port):
         raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.commands import family
+from gateway.commands import family, up
 from gateway.commands.demo import _verdict
 from gateway.commands.stack import Stack, StackError, free_ports, held_back
 
@@ -67,3 +67,14 @@ def test_a_signal_waits_until_a_child_is_noted() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["noted", "signal"]
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65_536])
+def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert up.main(["--port", str(port)]) == 1
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
