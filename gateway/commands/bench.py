@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     family.add_engine_option(parser)
     parser.add_argument("--lengths", type=_lengths, default=_lengths("512,1024,2048,4096"), metavar="N,N,...")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=_repeats, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
     stop_on_signals()
@@ -77,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(options.json, report)
     print(_table(report))
     return 0
+
+
+def _repeats(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: repeats are a whole number of at least 1")
+    return int(text)
 
 
 def _lengths(text: str) -> list[int]:

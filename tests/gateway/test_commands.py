@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.commands import family, up
+from gateway.commands import bench, family, up
 from gateway.commands.demo import _verdict
 from gateway.commands.stack import Stack, StackError, free_ports, held_back
 
@@ -78,3 +78,15 @@ def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture
         for number, handler in kept.items():
             signal.signal(number, handler)
     assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--repeats", "0"], "0: repeats are a whole number"), (["--json", "/"], "/ is a folder; a file is needed")],
+)
+def test_options_that_a_bench_cannot_use(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert says in capsys.readouterr().err
