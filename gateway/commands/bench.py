@@ -86,8 +86,9 @@ def _repeats(text: str) -> int:
 
 
 def _lengths(text: str) -> list[int]:
-    lengths = [int(part) for part in text.split(",")]
-    if not lengths or min(lengths) < 64:
+    parts = text.split(",")
+    lengths = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(lengths) < len(parts) or min(lengths) < 64:
         raise argparse.ArgumentTypeError(f"{text}: lengths are whole numbers of at least 64 tokens, parted by commas")
     return lengths
 

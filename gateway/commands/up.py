@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.commands import family
 from gateway.commands.stack import Stack, StackError, port_is_free, stop_on_signals
 
-MAX_RESTARTS = 5
+MAX_ENDS, WITHIN_S = 5, 600.0  # of workers; more often, something is wrong with them
 EXAMPLE = (
     '{"model": "auto", "max_tokens": 40, "temperature": 0, '
     '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
@@ -56,19 +58,22 @@ def _serve(config: Path) -> int:
     with Stack(config, secret, family.home() / "run") as stack:
         stack.wait_ready(lambda line: print(f"  {line}", flush=True))
         print(_welcome(stack.url), flush=True)
-        return _supervise(stack)
+        return supervise(stack)
 
 
-def _supervise(stack: Stack) -> int:
+def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
     """Start a worker again when it ends by itself; give up when the gateway does, or when it happens too often."""
-    for _ in range(MAX_RESTARTS):
+    ends: deque[float] = deque(maxlen=MAX_ENDS)
+    while True:
         ended = stack.wait_for_an_end()
+        ends.append(now())
         print(f"{ended.name} ended with status {ended.process.returncode}; its log is {ended.log}", file=sys.stderr)
         if ended is stack.gateway:
             return 1
+        if len(ends) == MAX_ENDS and ends[-1] - ends[0] < WITHIN_S:
+            print(f"kvrelay up: workers ended {MAX_ENDS} times within {WITHIN_S:.0f} s; giving up", file=sys.stderr)
+            return 1
         stack.start_worker(ended.name)
-    print(f"kvrelay up: workers ended {MAX_RESTARTS} times; giving up", file=sys.stderr)
-    return 1
 
 
 def _welcome(url: str) -> str:

@@ -89,6 +89,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _check(options: argparse.Namespace) -> None:
+    _protocol(options, DIAGNOSED)  # which refuses settings that make no sense
     if options.diagnose and len(options.bundles) > 1:
         raise MapperError(f"--diagnose looks at one bundle, not at {len(options.bundles)}")
     if options.diagnose and (options.write or options.table) and not options.html:
@@ -123,7 +124,7 @@ def _models(pair: Pair, mappers: Sequence[Mapper], device: str) -> tuple[Any, An
 def _protocol(options: argparse.Namespace, documents: int) -> Protocol:
     return Protocol(
         lengths=options.lengths,
-        num_documents=options.documents or documents,
+        num_documents=documents if options.documents is None else options.documents,
         head=options.head,
         tail=options.tail,
         scored=options.scored,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -80,9 +81,48 @@ def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture
     assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
 
 
+class EndingStack:
+    """Whose worker ends as soon as it runs, at these times; then the gateway does."""
+
+    def __init__(self, *at_s: float):
+        self.now_s, self.num_started = 0.0, 0
+        self._at_s = iter(at_s)
+        status = SimpleNamespace(returncode=1)
+        self.gateway, self._worker = (SimpleNamespace(name=name, log="its.log", process=status) for name in "gw")
+
+    def wait_for_an_end(self) -> SimpleNamespace:
+        at_s = next(self._at_s, None)
+        if at_s is None:
+            return self.gateway
+        self.now_s = at_s
+        return self._worker
+
+    def start_worker(self, name: str) -> None:
+        self.num_started += 1
+
+
+@pytest.mark.parametrize(
+    ("at_s", "num_started", "says"),
+    [
+        ((0, 1, 2, 3, 4, 5), 4, "workers ended 5 times within 600 s; giving up"),
+        ((0, 200, 400, 600, 800, 1000, 1200), 7, "g ended with status 1"),
+    ],
+)
+def test_workers_that_end_too_often_are_given_up(
+    at_s: tuple[float, ...], num_started: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = EndingStack(*at_s)
+    assert up.supervise(cast(Stack, stack), lambda: stack.now_s) == 1
+    assert stack.num_started == num_started and says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--repeats", "0"], "0: repeats are a whole number"), (["--json", "/"], "/ is a folder; a file is needed")],
+    [
+        (["--repeats", "0"], "0: repeats are a whole number"),
+        (["--lengths", ","], ",: lengths are whole numbers of at least 64 tokens"),
+        (["--json", "/"], "/ is a folder; a file is needed"),
+    ],
 )
 def test_options_that_a_bench_cannot_use(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]

@@ -250,6 +250,7 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
         (["one", "two", "--diagnose"], "--diagnose looks at one bundle, not at 2"),
         (["one", "--diagnose", "--write"], "allowed: with --html, both"),
         (["smol", "tiny"], "families smol, tiny: allowed is one"),
+        (["one", "--documents", "0"], "num_documents is 0; allowed: 1 and more"),
         (["one", "--json", "nowhere/report.json"], "cannot write nowhere/report.json: there is no folder nowhere"),
         (["one", "--html", "nowhere/report.html"], "cannot write nowhere/report.html: there is no folder nowhere"),
     ],
