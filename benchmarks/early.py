@@ -23,19 +23,15 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from gateway.commands import family
-from gateway.commands.client import Answer, RequestFailed, chat
+from gateway.commands import family, measuring
+from gateway.commands.client import Answer, chat
 from gateway.commands.documents import Documents
 from gateway.commands.files import add_json_option, write_json
-from gateway.commands.machine import commit, machine
-from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
 ARMS = ("end", "early")
@@ -61,23 +57,18 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
-    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[512, 1024])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lengths", type=measuring.lengths, default=[512, 1024])
+    parser.add_argument("--repeats", type=measuring.repeats, default=5)
     parser.add_argument("--threshold", type=float, default=-0.02, help="mean log-probability below which is escalated")
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
-    stop_on_signals()
-    try:
-        rows = _run(options.family, options.lengths, options.repeats, options.threshold)
-    except (StackError, RequestFailed, httpx.HTTPError) as error:
-        print(f"early: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return measuring.run("early", lambda: _early(options))
+
+
+def _early(options: argparse.Namespace) -> int:
+    rows = _run(options.family, options.lengths, options.repeats, options.threshold)
     found = summary(rows)
-    report = {"machine": machine(), "commit": commit(), "rows": [asdict(row) for row in rows], "summary": found}
-    write_json(options.json, report)
+    write_json(options.json, measuring.report(rows, found))
     print(_table(found))
     return 0
 
@@ -85,15 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, lengths: Sequence[int], repeats: int, threshold: float) -> list[Row]:
     folders = family.prepare(name)
     keys = {arm: secrets.token_urlsafe(32) for arm in ARMS}
-    with TemporaryDirectory(prefix="kvrelay-early-") as scratch:
-        config = family.configuration(name, folders) | two_arms(keys, threshold)
-        secret = family.cluster_secret(Path(scratch) / "secret")
-        with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
-            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            documents = Documents(stack.workers["large-0"].url, secret.read_text().strip())
-            with ExitStack() as opened:
-                clients = {arm: opened.enter_context(_client(stack.url, key)) for arm, key in keys.items()}
-                return list(_measured(clients, documents, lengths, repeats))
+    config = family.configuration(name, folders) | two_arms(keys, threshold)
+    with measuring.own_stack("early", config) as (stack, secret), ExitStack() as opened:
+        documents = Documents(stack.workers["large-0"].url, secret)
+        clients = {arm: opened.enter_context(_client(stack.url, key)) for arm, key in keys.items()}
+        return list(_measured(clients, documents, lengths, repeats))
 
 
 def two_arms(keys: dict[str, str], threshold: float) -> dict[str, Any]:

@@ -19,23 +19,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
 import torch
 
-from gateway.commands import family
+from gateway.commands import family, measuring
 from gateway.commands.documents import Documents
 from gateway.commands.files import add_json_option, write_json
-from gateway.commands.machine import commit, machine
-from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 from mappers.models import load_model, load_tokenizer
 from workers.api.client import WorkerClient
-from workers.api.errors import KvrelayError
 from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, StreamOptions
 
 ARMS = ("worker", "generate")
@@ -71,21 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chats", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
     parser.add_argument("--length", type=int, default=256, help="tokens of a prompt, about (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=measuring.repeats, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
-    stop_on_signals()
-    try:
-        rows = _run(options)
-    except (StackError, KvrelayError, httpx.HTTPError) as error:
-        print(f"throughput: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return measuring.run("throughput", lambda: _throughput(options))
+
+
+def _throughput(options: argparse.Namespace) -> int:
+    rows = _run(options)
     found = summary(rows)
-    report = {"machine": machine(), "commit": commit(), "rows": [asdict(row) for row in rows], "summary": found}
-    write_json(options.json, report)
+    write_json(options.json, measuring.report(rows, found))
     print(_table(found))
     return 0
 
@@ -93,25 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> list[Row]:
     folders = family.prepare(options.family)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    with TemporaryDirectory(prefix="kvrelay-throughput-") as scratch:
-        config = family.configuration(options.family, folders)
-        secret = family.cluster_secret(Path(scratch) / "secret")
-        with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
-            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            url, password = stack.workers["large-0"].url, secret.read_text().strip()
-            documents = Documents(url, password)
+    with measuring.own_stack("throughput", family.configuration(options.family, folders)) as (stack, secret):
+        url = stack.workers["large-0"].url
+        documents = Documents(url, secret)
 
-            def talk(name: str) -> Talk:
-                document = documents.of_length(options.length, name)
-                return [Message(role="system", content=document), Message(role="user", content=QUESTION)]
+        def talk(name: str) -> Talk:
+            document = documents.of_length(options.length, name)
+            return [Message(role="system", content=document), Message(role="user", content=QUESTION)]
 
-            async def measured() -> list[Row]:
-                async with WorkerClient(url, password) as client:
-                    return await measure(
-                        client, Plain(folders["large"]), talk, options.chats, options.tokens, options.repeats
-                    )
+        async def measured() -> list[Row]:
+            async with WorkerClient(url, secret) as client:
+                plain = Plain(folders["large"])
+                return await measure(client, plain, talk, options.chats, options.tokens, options.repeats)
 
-            return asyncio.run(measured())
+        return asyncio.run(measured())
 
 
 class Plain:

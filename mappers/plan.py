@@ -91,14 +91,13 @@ class Chunk:
             else:
                 out.copy_(states)
 
-    def features(self, kind: Kind) -> Tensor:
-        """(T, C): stripped keys or values of the needed source layers side by side."""
-        return self._buffers[f"{kind}.features"].flatten(1)
-
-    def rounded(self, kind: Kind) -> Tensor:
-        """`features` as halves."""
+    def features(self, kind: Kind, dtype: torch.dtype) -> Tensor:
+        """(T, C): stripped keys or values of the needed source layers side by side, as float32 or float16."""
+        features = self._buffers[f"{kind}.features"].flatten(1)
+        if dtype == torch.float32:
+            return features
         if kind not in self._rounded:
-            self._rounded[kind] = self.features(kind).half()
+            self._rounded[kind] = features.to(dtype)
         return self._rounded[kind]
 
     def out(self, kind: Kind) -> Tensor:
@@ -149,11 +148,8 @@ class Run:
     def add_to(self, out: Tensor, chunk: Chunk) -> None:
         part = out[:, self.at : self.at + self.weight.shape[1]]
         addend = part if self.bias is None else self.bias
-        columns = slice(self.begin, self.end)
-        if self.weight.dtype == torch.float16:
-            torch.add(addend, product_of_halves(chunk.rounded(self.kind)[:, columns], self.weight), out=part)
-        else:
-            torch.addmm(addend, chunk.features(self.kind)[:, columns], self.weight, out=part)
+        features = chunk.features(self.kind, self.weight.dtype)
+        add_product(addend, features[:, self.begin : self.end], self.weight, part)
 
 
 @dataclass(frozen=True)
@@ -183,11 +179,7 @@ class Factored(Output):
         inner = chunk.inner(len(self.up))
         for run in self.runs:
             run.add_to(inner, chunk)
-        out = chunk.out(self.kind)
-        if self.up.dtype == torch.float16:
-            torch.add(self.bias, product_of_halves(inner.half(), self.up), out=out)
-        else:
-            torch.addmm(self.bias, inner, self.up, out=out)
+        add_product(self.bias, inner.to(self.up.dtype), self.up, chunk.out(self.kind))
         return chunk.finished(self.kind, self.layer)
 
 
@@ -207,12 +199,14 @@ def rank_of(manifest: Manifest) -> int:
     return max(spec.of(kind).rank or 0 for spec in manifest.layers for kind in KINDS)
 
 
-def product_of_halves(left: Tensor, right: Tensor) -> Tensor:
-    """left (n, p) @ right (p, q) of float16, summed and given in float32."""
-    if left.is_cuda:
-        product: Tensor = torch.mm(left, right, out_dtype=torch.float32)
-        return product
-    return left.float() @ right.float()
+def add_product(addend: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """addend + left (n, p) @ right (p, q) into `out`. Factors are both float32 or both float16; sums are float32."""
+    if right.dtype == torch.float32:
+        torch.addmm(addend, left, right, out=out)
+    elif right.is_cuda:
+        torch.add(addend, torch.mm(left, right, out_dtype=torch.float32), out=out)
+    else:
+        torch.add(addend, left.float() @ right.float(), out=out)
 
 
 def outputs_of(manifest: Manifest, weights: Mapping[str, Tensor], halves: bool) -> list[tuple[Output, Output]]:

@@ -202,9 +202,14 @@ def _validated(path: Path, kind: type[M], data: Any) -> M:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise SettingsError(f"{path}: {where}: {first['msg']}{_got(first['input'])}") from error
+        raise SettingsError(f"{path}: {first_problem(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where it lies, what it is, and the value."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the file"
+    return f"{where}: {first['msg']}{_got(first['input'])}"
 
 
 def _got(value: Any) -> str:

@@ -17,19 +17,17 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
-from gateway.commands import family, phases
-from gateway.commands.client import Answer, RequestFailed, chat
+from gateway.commands import family, measuring, phases
+from gateway.commands.client import Answer, chat
 from gateway.commands.documents import Documents
 from gateway.commands.files import add_json_option, write_json
-from gateway.commands.machine import commit, machine
-from gateway.commands.stack import Stack, StackError, stop_on_signals
+from gateway.commands.stack import StackError
 from gateway.commands.table import render
 
 ARMS = ("A", "B", "C", "D")
@@ -61,61 +59,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     family.add_engine_option(parser)
-    parser.add_argument("--lengths", type=_lengths, default=_lengths("512,1024,2048,4096"), metavar="N,N,...")
-    parser.add_argument("--repeats", type=_repeats, default=3)
+    parser.add_argument("--lengths", type=measuring.lengths, default=[512, 1024, 2048, 4096], metavar="N,N,...")
+    parser.add_argument("--repeats", type=measuring.repeats, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
-    stop_on_signals()
-    try:
-        report = _run(options.family, options.engine, options.lengths, options.repeats)
-    except (StackError, RequestFailed, httpx.HTTPError) as error:
-        print(f"kvrelay bench: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return measuring.run("kvrelay bench", lambda: _bench(options))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    report = _run(options.family, options.engine, options.lengths, options.repeats)
     write_json(options.json, report)
     print(_table(report))
     return 0
 
 
-def _repeats(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: repeats are a whole number of at least 1")
-    return int(text)
-
-
-def _lengths(text: str) -> list[int]:
-    parts = text.split(",")
-    lengths = [int(part) for part in parts if part.strip().isdecimal()]
-    if len(lengths) < len(parts) or min(lengths) < 64:
-        raise argparse.ArgumentTypeError(f"{text}: lengths are whole numbers of at least 64 tokens, parted by commas")
-    return lengths
-
-
 def _run(name: str, engine: str, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
     folders = family.prepare(name)
-    with TemporaryDirectory(prefix="kvrelay-bench-") as scratch:
-        config = family.configuration(name, folders, engine=engine)
-        secret = family.cluster_secret(Path(scratch) / "secret")
-        with Stack(family.write(config, Path(scratch) / "kvrelay.yaml"), secret, Path(scratch)) as stack:
-            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            target = stack.workers["large-0"].url
-            documents = Documents(target, secret.read_text().strip())
-            http = httpx.Client(base_url=stack.url, timeout=300, trust_env=False)
-            with http, Plain(folders["large"]) as plain:
-                _warm_up(http, documents)
-                measured = list(_measure(http, plain, documents, lengths, repeats, target))
-            peak, pool = (
-                {worker: _memory(child.pid, what) for worker, child in stack.workers.items()}
-                for what in ("VmHWM", "RssShmem")
-            )
+    with measuring.own_stack("bench", family.configuration(name, folders, engine=engine)) as (stack, secret):
+        target = stack.workers["large-0"].url
+        documents = Documents(target, secret)
+        http = httpx.Client(base_url=stack.url, timeout=300, trust_env=False)
+        with http, Plain(folders["large"]) as plain:
+            _warm_up(http, documents)
+            measured = list(_measure(http, plain, documents, lengths, repeats, target))
+        peak, pool = (
+            {worker: _memory(child.pid, what) for worker, child in stack.workers.items()}
+            for what in ("VmHWM", "RssShmem")
+        )
     rows = [row for row, _ in measured]
-    return {
-        "machine": machine(),
-        "commit": commit(),
-        "rows": [asdict(row) for row in rows],
-        "summary": _summary(rows),
+    return measuring.report(rows, _summary(rows)) | {
         "handoffs": phases.summary([split for _, split in measured if split]),
         "map": family.map_speed(name),
         "peak_memory_bytes": peak,

@@ -9,16 +9,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
-from gateway.commands import family
-from gateway.commands.client import RequestFailed, chat
+from gateway.commands import family, measuring
+from gateway.commands.client import chat
 from gateway.commands.conversation import HANDBOOK, TURNS, Turn
 from gateway.commands.files import add_json_option, write_json
-from gateway.commands.stack import Stack, StackError, stop_on_signals
 from gateway.commands.table import render
 
 AGREEMENT_TOKENS = 16
@@ -30,28 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     add_json_option(parser, "the table")
     options = parser.parse_args(argv)
-    stop_on_signals()
-    try:
-        turns = _run(options.family)
-    except (StackError, RequestFailed, httpx.HTTPError) as error:
-        print(f"kvrelay demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    write_json(options.json, {"turns": turns})
+    return measuring.run("kvrelay demo", lambda: _demo(options.family, options.json))
+
+
+def _demo(name: str, file: Path | None) -> int:
+    config = family.configuration(name, family.prepare(name))
+    with measuring.own_stack("demo", config) as (stack, _):
+        with httpx.Client(base_url=stack.url, timeout=120, trust_env=False) as http:
+            turns = list(_converse(http))
+    write_json(file, {"turns": turns})
     print(_table(turns))
     return _verdict(turns)
-
-
-def _run(name: str) -> list[dict[str, Any]]:
-    folders = family.prepare(name)
-    with TemporaryDirectory(prefix="kvrelay-demo-") as scratch:
-        config = family.write(family.configuration(name, folders), Path(scratch) / "kvrelay.yaml")
-        with Stack(config, family.cluster_secret(Path(scratch) / "secret"), Path(scratch)) as stack:
-            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            with httpx.Client(base_url=stack.url, timeout=120, trust_env=False) as http:
-                return list(_converse(http))
 
 
 def _converse(http: httpx.Client) -> list[dict[str, Any]]:

@@ -14,12 +14,10 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import httpx
-
-from gateway.commands import family
+from gateway.commands import family, measuring
 from gateway.commands.files import add_json_option, write_json
-from gateway.commands.stack import StackError, stop_on_signals
 from gateway.soak.run import Asked, soak
 from gateway.soak.settings import scale_of
 
@@ -35,18 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(MAX_SEED), help="of load and faults")
     add_json_option(parser, "the report")
     options = parser.parse_args(argv)
-    stop_on_signals()
     asked = Asked(options.family, options.minutes, options.seed, scale_of(options.family))
-    try:
-        print(f"seed {asked.seed}", flush=True)
-        report = soak(asked, lambda line: print(f"  {line}", flush=True))
-    except (StackError, httpx.HTTPError) as error:
-        print(f"kvrelay soak: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
-    write_json(options.json, report.as_json())
+    return measuring.run("kvrelay soak", lambda: _soak(asked, options.json))
+
+
+def _soak(asked: Asked, file: Path | None) -> int:
+    print(f"seed {asked.seed}", flush=True)
+    report = soak(asked, lambda line: print(f"  {line}", flush=True))
+    write_json(file, report.as_json())
     print(report.table())
     if report.was_stopped:
         print("stopped", file=sys.stderr)

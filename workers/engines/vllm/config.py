@@ -23,7 +23,7 @@ from workers.engines.vllm.exchange import create_exchange
 from workers.engines.vllm.moving import PagedCache, WorkerSide
 from workers.engines.vllm.plan import Target
 from workers.engines.vllm.scheduling import SchedulerSide
-from workers.settings import Gate, SettingsError
+from workers.settings import Gate, SettingsError, first_problem
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -48,10 +48,7 @@ class ConnectorSettings(BaseModel):
         try:
             return ConnectorSettings.model_validate(dict(extra_config))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            told = f"{where}: {first['msg']}, got {first['input']!r}"
-            raise SettingsError(f"kv_connector_extra_config: {told}") from error
+            raise SettingsError(f"kv_connector_extra_config: {first_problem(error)}") from error
 
     def follow_parent(self, *, is_worker: bool) -> None:
         """vLLM's workers follow the process that started them, which is either this one or one that follows `parent`.

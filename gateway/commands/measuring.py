@@ -1,0 +1,65 @@
+"""What commands share that measure something on a stack of their own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from gateway.commands import family
+from gateway.commands.client import RequestFailed
+from gateway.commands.machine import commit, machine
+from gateway.commands.stack import Stack, StackError, stop_on_signals
+from workers.api.errors import KvrelayError
+
+
+def run(command: str, work: Callable[[], int]) -> int:
+    """The status that `work` gives; 2, and a line, where the stack or a request failed; 130 where it was stopped."""
+    stop_on_signals()
+    try:
+        return work()
+    except (StackError, RequestFailed, KvrelayError, httpx.HTTPError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def own_stack(command: str, config: dict[str, Any]) -> Iterator[tuple[Stack, str]]:
+    """The stack of a kvrelay.yaml with these contents, ready, and its cluster secret; gone with the block."""
+    with TemporaryDirectory(prefix=f"kvrelay-{command}-") as folder:
+        scratch = Path(folder)
+        secret = family.cluster_secret(scratch / "secret")
+        with Stack(family.write(config, scratch / "kvrelay.yaml"), secret, scratch) as stack:
+            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
+            yield stack, secret.read_text().strip()
+
+
+def report(rows: Sequence[Any], summary: Any) -> dict[str, Any]:
+    """Rows (dataclasses) and what they come to, with where they were measured."""
+    return {"machine": machine(), "commit": commit(), "rows": [asdict(row) for row in rows], "summary": summary}
+
+
+def repeats(text: str) -> int:
+    """The value of `--repeats`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: repeats are a whole number of at least 1")
+    return int(text)
+
+
+def lengths(text: str) -> list[int]:
+    """The value of `--lengths`."""
+    parts = text.split(",")
+    found = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(found) < len(parts) or min(found) < 64:
+        raise argparse.ArgumentTypeError(f"{text}: lengths are whole numbers of at least 64 tokens, parted by commas")
+    return found
