@@ -17,7 +17,7 @@ from workers.api.schemas import SECRET_HEADER, Message, PrefillRequest
 from workers.engines.compute import Compute
 
 USER = {"role": "user", "content": "The dog?"}
-CHAT = {"messages": [USER], "tenant_salt": SALT}
+CHAT = {"messages": [USER], "tenant_salt": SALT, "temperature": 0}
 UNKNOWN = "kvc-" + "0" * 32
 LONG = {"role": "user", "content": "dog " * 2000}
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/prefix/prefill", "/v1/cache/transfer", "/v1/tokenize"]
