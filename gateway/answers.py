@@ -34,7 +34,13 @@ class Answers:
         await self._opened.aclose()
 
     async def open(
-        self, worker: Worker, first_by: Deadline, *, cache_id: str | None = None, judged: bool = False
+        self,
+        worker: Worker,
+        first_by: Deadline,
+        *,
+        cache_id: str | None = None,
+        judged: bool = False,
+        patience: Deadline | None = None,
     ) -> Stream:
         """Under way, with its first content there."""
         course = self._course
@@ -43,7 +49,7 @@ class Answers:
         if cache_id is not None:
             cache_access(course.turn, "read", worker=worker.id, cache_id=cache_id)
         with course.turn.upstream(self.phase(worker)):
-            return await self._noted(worker, request, first_by, course.turn.deadline)
+            return await self._noted(worker, request, first_by, course.turn.deadline, patience)
 
     async def ask_about(self, stream: Stream, question: str, by: Deadline) -> Stream:
         """What the worker of an answer that is whole says about it, in one token."""
@@ -52,9 +58,14 @@ class Answers:
         return await self._noted(stream.worker, request, by, by)
 
     async def _noted(
-        self, worker: Worker, request: ChatRequest | CompletionRequest, first_by: Deadline, deadline: Deadline
+        self,
+        worker: Worker,
+        request: ChatRequest | CompletionRequest,
+        first_by: Deadline,
+        deadline: Deadline,
+        patience: Deadline | None = None,
     ) -> Stream:
-        stream = await worker.open_answer(request, first_by=first_by, deadline=deadline)
+        stream = await worker.open_answer(request, first_by=first_by, deadline=deadline, patience=patience)
         self._streams.append(stream)
         self._opened.push_async_callback(stream.aclose)
         return stream

@@ -4,8 +4,8 @@
                                                    ▲                        │
                                                    └────── one failure ─────┘
 
-Pure decisions over an injected clock; the caller carries them out. What says nothing about the worker's health (a
-client's mistake, a full queue, a cancellation) is neutral: neither failure nor success.
+Pure decisions over an injected clock; the caller carries them out, and may wait for them to change. What says nothing
+about the worker's health (a client's mistake, a full queue, a cancellation) is neutral: neither failure nor success.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, IntEnum
 from types import TracebackType
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
 from workers.api.errors import KvrelayError, Overloaded
 
@@ -87,6 +89,7 @@ class Breaker:
         self._reopens_at = 0.0
         self._probes = 0
         self._successes = 0
+        self._changed = asyncio.Event()  # another for each change
 
     @property
     def state(self) -> State:
@@ -100,13 +103,39 @@ class Breaker:
         state = self.state
         return state is State.CLOSED or (state is State.HALF_OPEN and self._probes < self._settings.num_probes)
 
+    def may_admit_by(self, by: Deadline) -> bool:
+        """Whether a call may be let through until then, for all that is known now."""
+        if self.state is State.OPEN:
+            return self._reopens_in_s <= by.remaining_s
+        return self.admits or by.remaining_s > 0
+
+    async def admitting(self, by: Deadline) -> None:
+        """Waits until a call would be let through: for the end of a trial under way, or for the time to try again.
+        Raises `CircuitOpen` where that is later than `by`, or a trial fails meanwhile."""
+        era = self._era
+        while not self.admits:
+            has_reopened = self._state is State.OPEN and self._era != era
+            if has_reopened or not self.may_admit_by(by):
+                raise self._refusal
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._reopens_in_s if self._state is State.OPEN else by.remaining_s):
+                    await self._changed.wait()
+
     def attempt(self) -> Attempt:
         """Raises `CircuitOpen` where the call is not let through."""
         if not self.admits:
-            raise CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self._settings.open_s)
+            raise self._refusal
         probing = self._state is State.HALF_OPEN
         self._probes += probing
         return Attempt(self, self._era, probing)
+
+    @property
+    def _refusal(self) -> CircuitOpen:
+        return CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self._settings.open_s)
+
+    @property
+    def _reopens_in_s(self) -> float:
+        return self._reopens_at - self._clock()
 
     def _record(self, era: int, outcome: Outcome) -> None:
         if era != self._era or outcome is Outcome.NEUTRAL:
@@ -128,6 +157,7 @@ class Breaker:
     def _release(self, era: int) -> None:
         if era == self._era:
             self._probes -= 1
+            self._tell()
 
     def _failing(self) -> bool:
         oldest = self._clock() - self._settings.window_s
@@ -145,6 +175,12 @@ class Breaker:
             spread = 1 + self._settings.jitter * (2 * self._rng() - 1)
             self._reopens_at = self._clock() + self._settings.open_s * spread
         self._on_transition(self.target, state)
+        self._tell()
+
+    def _tell(self) -> None:
+        """To those that wait."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class Attempt:

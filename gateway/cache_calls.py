@@ -36,7 +36,7 @@ class CacheCall:
     async def prefill(self, asked: PrefixRequest) -> dict[str, Any]:
         """Reads the prefix on a worker of the model that is named."""
         tier = self._tier(asked.target_model)
-        worker = tier.pick()
+        worker = tier.pick(patience=self.deadline)
         form = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
         request = PrefillRequest(
             **form,
@@ -47,7 +47,7 @@ class CacheCall:
             deadline_ms=asks.left_ms(self.deadline),
         )
         with self.parts.shares.one(self.tenant.name):
-            reply = await worker.prefill(request, self.deadline)
+            reply = await worker.prefill(request, self.deadline, patience=self.deadline)
         cache_access(self, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._keep(worker.id, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
@@ -80,9 +80,10 @@ class CacheCall:
             raise InvalidRequest(f"cache_id: {asked.cache_id} was mapped itself; a source is exact", param="cache_id")
 
     async def _mapped(self, asked: HandoffRequest, source: Found, target: Tier) -> tuple[str, TransferReply]:
-        worker, by = target.pick(), self.deadline
+        by = self.deadline
         if asked.deadline_ms is not None:
             by = by.earlier(Deadline.after(asked.deadline_ms / 1000))
+        worker = target.pick(patience=by)
         request = TransferRequest(
             cache_id=source.entry.cache_id,
             source_worker=source.entry.worker,
@@ -94,7 +95,7 @@ class CacheCall:
             deadline_ms=asks.left_ms(by),
         )
         try:
-            reply, _ = await counted(self.parts.metrics, worker, request, by)
+            reply, _ = await counted(self.parts.metrics, worker, request, by, patience=by)
         except CacheUnusable as error:
             await self.parts.caches.forget(source)
             raise _unknown(asked.cache_id) from error

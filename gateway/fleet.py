@@ -10,6 +10,7 @@ import httpx
 import structlog
 
 from gateway.breaker import Breaker
+from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
 from gateway.limits import Gate
 from gateway.metrics import OTHER, Metrics
@@ -38,10 +39,16 @@ class Tier:
         """Some worker was seen to be well, and its circuit lets calls through."""
         return any(worker.is_usable and worker.info is not None for worker in self.workers.values())
 
-    def pick(self, preferred: str | None = None, avoid: Collection[str] = ()) -> Worker:
+    def pick(
+        self, preferred: str | None = None, avoid: Collection[str] = (), *, patience: Deadline | None = None
+    ) -> Worker:
         """The preferred worker where it is usable and not much busier than another, else the least busy one; of several
-        such the one that was asked least. Raises `NoUsableWorker`."""
-        usable = [worker for worker in self.workers.values() if worker.is_usable and worker.id not in avoid]
+        such the one that was asked least. Where none is usable now, one that may be within the `patience` of the call.
+        Raises `NoUsableWorker`."""
+        workers = [worker for worker in self.workers.values() if worker.id not in avoid]
+        usable = [worker for worker in workers if worker.is_usable]
+        if not usable and patience is not None:
+            usable = [worker for worker in workers if worker.may_be_usable_by(patience)]
         if not usable:
             raise NoUsableWorker(f"no worker of tier {self.name} is usable now", retry_after_s=2.0)
         least = min(usable, key=lambda worker: (worker.num_in_flight, worker.num_begun))

@@ -40,19 +40,26 @@ class Gate:
             self._slots.release()
             self._count(running=-1)
 
-    async def _enter(self, deadline: Deadline) -> None:
-        if not self._slots.locked():
-            await self._slots.acquire()
-            return
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """One of those that wait, for whatever it is. Raises `Overloaded` where they are too many."""
         if self._waiting >= self._max_waiting:
             raise Overloaded(f"the {self._name} tier's queue of {self._max_waiting} is full", retry_after_s=1.0)
         self._count(waiting=1)
         try:
-            await deadline.bound("waiting for a place", self._slots.acquire())
-        except DeadlineExceeded as error:
-            raise Overloaded(f"no place in the {self._name} tier came free in time", retry_after_s=2.0) from error
+            yield
         finally:
             self._count(waiting=-1)
+
+    async def _enter(self, deadline: Deadline) -> None:
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return
+        with self.queued():
+            try:
+                await deadline.bound("waiting for a place", self._slots.acquire())
+            except DeadlineExceeded as error:
+                raise Overloaded(f"no place in the {self._name} tier came free in time", retry_after_s=2.0) from error
 
     def _count(self, running: int = 0, waiting: int = 0) -> None:
         self._running += running

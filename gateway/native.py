@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
+from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
 from gateway.turn import Found, Named
 from gateway.worker import Stream, Worker
@@ -80,7 +81,10 @@ class Native:
         needed_s = num_tokens / worker.prefill_tokens_per_s + reserve_s
         in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
         by = max(in_time, fair, key=lambda deadline: deadline.at)
-        return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged)
+        patience = None if self._course.target.is_usable else self._patience(by)
+        return await self._answers.open(
+            worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=patience
+        )
 
     async def read_in_full(self) -> Stream:
         """A full prefill, on the next worker where one fails before its first token. It leaves time to answer for who
@@ -93,11 +97,12 @@ class Native:
         self._was_read_in_full = True
         while True:
             try:
-                worker = self._course.target.pick(avoid=failed)
+                patience = self._patience(by)
+                worker = self._course.target.pick(avoid=failed, patience=patience)
             except NoUsableWorker as error:
                 return await self._from_small_in_need(failed.popitem()[1] if failed else error)
             try:
-                return await self._answers.open(worker, by, judged=self._course.is_judged)
+                return await self._answers.open(worker, by, judged=self._course.is_judged, patience=patience)
             except DeadlineExceeded as error:
                 return await self._from_small_in_need(error)
             except KvrelayError as error:
@@ -127,7 +132,16 @@ class Native:
         if not self._small_may_stand_in or isinstance(error, Overloaded) or self._turn.deadline.remaining_s <= 0:
             raise error
         self._account.fell_back(f"large_{error.code}")
-        return await self._answers.open(self._course.small.pick(), self._turn.deadline)
+        by = self._turn.deadline
+        return await self._answers.open(self._course.small.pick(patience=by), by, patience=by)
+
+    def _patience(self, by: Deadline) -> Deadline | None:
+        """All the time there is, where nobody of another tier could answer in the target's place now."""
+        course = self._course
+        others = [tier for tier in course.above if tier is not course.target] if course.is_judged else []
+        if self._small_may_stand_in:
+            others.append(course.small)
+        return None if any(tier.is_usable for tier in others) else by
 
     @property
     def _small_may_stand_in(self) -> bool:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from gateway.breaker import Attempt, Breaker
 from gateway.deadline import Deadline
@@ -41,7 +41,8 @@ class Worker:
     """Calls one worker, within its tier's bounds. Raises `KvrelayError` only.
 
     Transfers have a circuit of their own: that they fail says little about the worker's answering, since the cause
-    often is the source.
+    often is the source. A call that its circuit does not let through fails at once; `patience` is for who has no other
+    way: until then the call waits, in the tier's queue, for the circuit to let it through.
     """
 
     def __init__(
@@ -80,7 +81,15 @@ class Worker:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_up and not self.is_drained and self.breaker.admits
+        return self._is_in_service and self.breaker.admits
+
+    def may_be_usable_by(self, patience: Deadline) -> bool:
+        """Nothing but its circuit keeps calls away, and that may let one through until then."""
+        return self._is_in_service and self.breaker.may_admit_by(patience)
+
+    @property
+    def _is_in_service(self) -> bool:
+        return self.is_up and not self.is_drained
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -116,17 +125,21 @@ class Worker:
             self._on_restart(self.id)
         self.epoch = epoch
 
-    async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
-        async with self._gate.place(by):
-            with self._counted(), self.breaker.attempt(), tracing.span("prefill"):
+    async def prefill(
+        self, request: PrefillRequest, by: Deadline, *, patience: Deadline | None = None
+    ) -> PrefillReply:
+        async with self._admitted(self.breaker, by, patience):
+            with tracing.span("prefill"):
                 reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
         return reply
 
-    async def transfer(self, request: TransferRequest, by: Deadline) -> TransferReply:
-        async with self._gate.place(by):
-            with self._counted(), self.transfers.attempt(), tracing.span("transfer"):
+    async def transfer(
+        self, request: TransferRequest, by: Deadline, *, patience: Deadline | None = None
+    ) -> TransferReply:
+        async with self._admitted(self.transfers, by, patience):
+            with tracing.span("transfer"):
                 reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         num_mapped = reply.num_tokens - reply.reused_tokens
@@ -135,13 +148,16 @@ class Worker:
         return reply
 
     async def open_answer(
-        self, request: ChatRequest | CompletionRequest, *, first_by: Deadline, deadline: Deadline
+        self,
+        request: ChatRequest | CompletionRequest,
+        *,
+        first_by: Deadline,
+        deadline: Deadline,
+        patience: Deadline | None = None,
     ) -> Stream:
         """An answer whose first content has arrived. Whoever opened it closes it."""
         async with AsyncExitStack() as opened:
-            await opened.enter_async_context(self._gate.place(first_by))
-            opened.enter_context(self._counted())
-            attempt = opened.enter_context(self.breaker.attempt())
+            attempt = await opened.enter_async_context(self._admitted(self.breaker, first_by, patience))
             chunks = self._chunks(request, max(deadline.remaining_s, 0.001))
             opened.push_async_callback(chunks.aclose)
             stream = Stream(self, chunks, attempt, deadline)
@@ -164,6 +180,20 @@ class Worker:
     def _note_prefill(self, num_tokens: int, prefill_ms: float) -> None:
         if num_tokens >= MIN_MEASURED_TOKENS and prefill_ms > 0:
             self._prefill_rate = _ewma(self._prefill_rate, num_tokens / prefill_ms * 1000)
+
+    @asynccontextmanager
+    async def _admitted(self, circuit: Breaker, by: Deadline, patience: Deadline | None) -> AsyncIterator[Attempt]:
+        """A place in the tier by then, and the circuit's leave."""
+        while True:
+            if patience is not None and not circuit.admits:
+                with self._gate.queued():
+                    await circuit.admitting(patience)
+            async with self._gate.place(by):
+                if patience is not None and not circuit.admits:
+                    continue  # another was faster, or it opened meanwhile
+                with self._counted(), circuit.attempt() as attempt:
+                    yield attempt
+                return
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

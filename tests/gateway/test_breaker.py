@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of
+from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, RateLimited
 from workers.api.errors import (
     CacheNotFound,
@@ -133,6 +134,18 @@ def test_a_cancelled_probe_gives_its_place_back(breaker: Breaker, clock: Clock) 
     clock.now += 2.0
     end(breaker, *[asyncio.CancelledError()] * 5)
     assert breaker.state is State.HALF_OPEN
+    assert breaker.admits
+
+
+async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(breaker: Breaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += 2.0
+    probes = [breaker.attempt(), breaker.attempt()]
+    waiting = asyncio.create_task(breaker.admitting(Deadline.after(5.0)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    probes[0].end(asyncio.CancelledError())
+    await asyncio.wait_for(waiting, 1.0)
     assert breaker.admits
 
 

@@ -1,0 +1,145 @@
+"""Requests that come while a worker's circuit is open or half open, and nobody else could serve them: they wait for the
+trial's outcome, within their deadline and the tier's queue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from tests.gateway.stack import LONG, Stack, eventually, in_process, told
+from workers.api.errors import WorkerUnavailable
+
+OPEN_S = 0.15
+TRIAL_S = 0.1
+NUM_TO_OPEN = 2
+BREAKER = {"window": 4, "min_outcomes": NUM_TO_OPEN, "open_s": OPEN_S, "jitter": 0.0}
+GONE = WorkerUnavailable("gone")
+
+Ask = Callable[[Stack], Awaitable[httpx.Response]]
+
+
+async def complete(stack: Stack) -> httpx.Response:
+    return await stack.http.post("/v1/completions", json={"model": "large", "prompt": "once upon"})
+
+
+async def prefill(stack: Stack) -> httpx.Response:
+    return await stack.http.post("/v1/prefix/prefill", json={"prefix": LONG, "target_model": "small"})
+
+
+async def transfer(stack: Stack) -> httpx.Response:
+    cache_id = (await prefill(stack)).json()["cache_id"]
+    return await stack.http.post("/v1/cache/transfer", json={"cache_id": cache_id, "target_model": "large"})
+
+
+# who asks -> (the worker that fails, the call that fails, how it is asked)
+CALLERS: dict[str, tuple[str, str, Ask]] = {
+    "large by name": ("large", "chat", lambda stack: stack.chat(model="large")),
+    "small by name": ("small", "chat", lambda stack: stack.chat(model="small")),
+    "text": ("large", "complete", complete),
+    "prefill": ("small", "prefill", prefill),
+    "transfer": ("large", "transfer", transfer),
+}
+
+
+async def opened(stack: Stack, caller: str) -> Ask:
+    """The circuit that this caller's requests go through is open now; the worker has a trial's time from now on."""
+    name, call, ask = CALLERS[caller]
+    worker = getattr(stack, name)
+    worker.fail(call, GONE)
+    for _ in range(NUM_TO_OPEN):
+        assert (await ask(stack)).status_code == 502
+    worker.delay(call, TRIAL_S)
+    worker.calls.clear()
+    return ask
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("pause_s", [0.0, OPEN_S], ids=["open", "half open"])
+async def test_nobody_is_turned_away_while_a_trial_is_to_come_or_under_way(caller: str, pause_s: float) -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        ask = await opened(stack, caller)
+        await asyncio.sleep(pause_s)
+        replies = await asyncio.gather(*(ask(stack) for _ in range(4)))
+        assert [reply.status_code for reply in replies] == [200] * 4
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+async def test_a_trial_that_fails_ends_the_waiting(caller: str) -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        ask = await opened(stack, caller)
+        name, call, _ = CALLERS[caller]
+        getattr(stack, name).fail(call, GONE)
+        replies = await asyncio.gather(*(ask(stack) for _ in range(4)))
+        assert sorted(reply.status_code for reply in replies) == [502, 503, 503, 503]
+        assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 503} == {"1"}
+        assert len(getattr(stack, name).made(call)) == 1, "the trial; nobody beside it, and no second one is waited for"
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+async def test_a_circuit_that_stays_open_longer_than_the_request_may_take_fails_at_once(caller: str) -> None:
+    async with in_process(breaker=BREAKER | {"open_s": 60.0}) as stack:
+        ask = await opened(stack, caller)
+        started = time.monotonic()
+        assert (await ask(stack)).status_code == 503
+        assert time.monotonic() - started < 2.0
+        name, call, _ = CALLERS[caller]
+        assert getattr(stack, name).made(call) == []
+
+
+async def test_who_waits_stands_in_the_tiers_queue() -> None:
+    async with in_process(breaker=BREAKER, limits={"max_queue_per_tier": 2}) as stack:
+        ask = await opened(stack, "large by name")
+        asking = [asyncio.create_task(ask(stack)) for _ in range(5)]
+        await eventually(lambda: stack.metric("num_requests_waiting", tier="large") == 2)
+        assert stack.metric("num_requests_running", tier="large") == 0, "no place is held for nothing"
+        replies = await asyncio.gather(*asking)
+        assert sorted(reply.status_code for reply in replies) == [200, 200, 503, 503, 503]
+
+
+async def test_a_request_waits_no_longer_than_it_may_take() -> None:
+    async with in_process(breaker=BREAKER, deadlines={"request_s": 0.6}) as stack:
+        ask = await opened(stack, "large by name")
+        stack.large.delay("chat", 30.0)
+        started = time.monotonic()
+        replies = await asyncio.gather(*(ask(stack) for _ in range(3)))
+        assert sorted(reply.status_code for reply in replies) == [503, 503, 504]
+        assert time.monotonic() - started < 3.0
+
+
+async def test_where_another_model_can_answer_nobody_waits() -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        stack.small.fail("prefill", GONE)
+        for _ in range(NUM_TO_OPEN):
+            await stack.chat()
+        reply = await stack.chat()
+        assert (told(reply)["path"], told(reply)["tier"]) == ("fallback:small_no_usable_worker", "large")
+        assert stack.metric("circuit_state", target="small-0") == 2, "it did not become half open meanwhile"
+
+
+async def test_the_small_model_is_waited_for_where_it_is_the_only_one() -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        stack.large.fail("readyz", GONE)
+        await stack.look()
+        await stack.look()
+        stack.small.fail("prefill", GONE)
+        for _ in range(NUM_TO_OPEN):
+            assert (await stack.chat()).status_code == 503
+        stack.small.delay("prefill", TRIAL_S)
+        replies = await asyncio.gather(*(stack.chat() for _ in range(4)))
+        assert [told(reply)["tier"] for reply in replies] == ["small"] * 4
+
+
+async def test_an_exact_cache_is_waited_for_too() -> None:
+    """It spares the full prefill, on the same circuit."""
+    async with in_process(breaker=BREAKER) as stack:
+        await stack.chat(model="large")
+        stack.large.fail("cached_chat", GONE)
+        stack.large.fail("chat", GONE)
+        assert (await stack.chat(model="large")).status_code == 502
+        stack.large.heal()
+        replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(4)))
+        assert [told(reply)["path"] for reply in replies] == ["exact"] * 4
