@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from typing import Any
 
@@ -17,8 +18,9 @@ from workers.api.errors import DeadlineExceeded
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, Sampling, TokenSequence
 from workers.engines.compute import Compute
-from workers.engines.transformers.engine import CHUNK_TOKENS
+from workers.engines.transformers.engine import CHUNK_TOKENS, TransformersEngine, TransformersSequence
 from workers.engines.transformers.memory import WorkingMemory
+from workers.engines.transformers.rooms import Rooms
 
 CLAIM = Claim()
 TOLERANCE = 1e-4  # float32 sums in another order
@@ -111,6 +113,32 @@ def test_memory_grows_ahead_of_need_but_not_beyond_the_context() -> None:
         memory.reserve(num_tokens)
         sizes.append(memory.capacity)
     assert sizes == [60, 90, 100, 100]
+
+
+def test_freed_memory_leaves_its_room_without_the_collector() -> None:
+    rooms = Rooms()
+
+    def made() -> WorkingMemory:
+        device = torch.device("cpu")
+        return WorkingMemory(KVGeometry(2, 4, 64), 1024, dtype=torch.float32, device=device, rooms=rooms)
+
+    gc.disable()  # the memory and its layers are a cycle, which only the collector undoes
+    try:
+        memory = made()
+        at, view = memory.kv(0, 1).keys[0].data_ptr(), memory.kv(0, 4)
+        memory.free()
+        assert made().kv(0, 1).keys[0].data_ptr() != at, "somebody still looks into it"
+        del view
+        assert made().kv(0, 1).keys[0].data_ptr() == at
+    finally:
+        gc.enable()
+
+
+async def test_a_sequence_that_ends_frees_its_memory(engine: TransformersEngine) -> None:
+    async with engine.sequence(CLAIM, 40) as sequence:
+        await sequence.read(random_tokens(30))
+        assert isinstance(sequence, TransformersSequence) and sequence.memory.capacity == 40
+    assert sequence.memory.capacity == 0
 
 
 async def test_truncated_tokens_are_forgotten(engine: Engine, reference: LlamaForCausalLM) -> None:

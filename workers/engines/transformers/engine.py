@@ -64,7 +64,11 @@ class TransformersEngine(Engine):
 
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
-        yield TransformersSequence(self, claim, min(capacity, self.model.max_model_len))
+        sequence = TransformersSequence(self, claim, min(capacity, self.model.max_model_len))
+        try:
+            yield sequence
+        finally:
+            sequence.memory.free()
 
     async def aclose(self) -> None:
         self.compute.close()

@@ -69,6 +69,12 @@ class WorkingMemory:
         grown[:, :, : self.num_tokens] = self._buffer[:, :, : self.num_tokens]
         self._buffer = grown
 
+    def free(self) -> None:
+        """Hold no room any more. A memory and its layers refer to each other, so the room would otherwise stay until
+        the collector comes, and the next sequence would have to fault in fresh memory. Views keep theirs."""
+        self.resize(0)
+        self._buffer = self._buffer.new_empty((*self._buffer.shape[:2], 0, *self._buffer.shape[3:]))
+
     def kv(self, begin: int, end: int) -> KVCache:
         """Tokens `[begin, end)` as views, written or not."""
         span = self._buffer[:, :, begin:end].transpose(2, 3)  # (layers, 2, heads, tokens, dim)
