@@ -4,12 +4,16 @@ A bundle is used only if it was fitted for exactly the worker's weights and toke
 gate. One that does not is reported with the reason, in the log and in `/v1/info`, and stands in nobody's way.
 
 What a bundle promises is looked at in service too: answers over its caches are compared with native ones, and when the
-last of them are below the same gate it is switched off, in the same way, until the worker is started again.
+last of them are below the same gate it is switched off, in the same way. After a rest it is on trial: what it would
+have made is compared, and nobody served from it, until the last of that is well within the gate.
+
+    in use ──the last answers below the gate──► off ──rest──► on trial ──the last trials well within the gate──► in use
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -27,54 +31,87 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class JudgedBundle:
-    """What a bundle says of itself, and its mapper if it may be used; else `reason` says why not. `window` holds what
-    was found in service."""
+    """What a bundle says of itself, and its mapper if it could be loaded; it is used unless a `reason` says why not.
+    `window` holds what was found in service; where that switched it `off_at` (an instant of the clock), `trials` what
+    was found since."""
 
     manifest: Manifest
     mapper: Mapper | None = None
     reason: str | None = None
     window: Window | None = None
+    trials: Window | None = None
+    off_at: float | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.reason is None
 
     @property
     def info(self) -> BundleInfo:
+        compared = self.trials or self.window
         return BundleInfo(
             bundle_id=self.manifest.bundle_id,
             source_model=self.manifest.source.name,
             source_fingerprint=self.manifest.source.fingerprint,
             target_fingerprint=self.manifest.target.fingerprint,
             method=self.manifest.method,
-            usable=self.mapper is not None,
+            usable=self.is_usable,
             reason=self.reason,
-            shadow=self.window.info if self.window else None,
+            shadow=compared.info if compared else None,
         )
 
 
 class Bundles:
-    """The bundles of one worker."""
+    """The bundles of one worker. One that was switched off in service is on trial `rest_s` later."""
 
-    def __init__(self, judged: Iterable[JudgedBundle] = ()):
+    def __init__(
+        self,
+        judged: Iterable[JudgedBundle] = (),
+        *,
+        rest_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._judged = {bundle.manifest.bundle_id: bundle for bundle in judged}
+        self._rest_s = rest_s
+        self._clock = clock
 
     def usable(self) -> list[Mapper]:
         """Mappers into this worker's model that pass the gate."""
-        return [bundle.mapper for bundle in self._judged.values() if bundle.mapper is not None]
+        return [bundle.mapper for bundle in self._judged.values() if bundle.mapper is not None and bundle.is_usable]
+
+    def on_trial(self) -> list[Mapper]:
+        """Mappers that were switched off in service, and have rested."""
+        rested = self._clock() - self._rest_s
+        return [
+            bundle.mapper
+            for bundle in self._judged.values()
+            if bundle.mapper is not None and bundle.off_at is not None and bundle.off_at <= rested
+        ]
 
     def compared(self, bundle_id: str, comparison: Comparison) -> bool:
-        """An answer over a cache of this bundle's was compared with a native one. Whether that switched it off."""
+        """What is expected over a cache of this bundle's was compared with what is over a native one. Whether that
+        switched the bundle off, or on again."""
         bundle = self._judged[bundle_id]
-        if bundle.mapper is None or bundle.window is None:
+        if bundle.window is None:
             return False
-        bundle.window.add(comparison)
-        reason = bundle.window.objection
-        if reason is not None:
-            self._judged[bundle_id] = replace(bundle, mapper=None, reason=reason)
-            log.warning("bundle_off", bundle=bundle_id, reason=reason)
-        return reason is not None
+        compared = bundle.trials or bundle.window
+        compared.add(comparison)
+        reason = compared.objection
+        if bundle.is_usable and reason is not None:
+            after = replace(bundle, reason=reason, trials=compared.for_trials(), off_at=self._clock())
+        elif bundle.trials is not None and compared.is_full and reason is None:
+            after = replace(bundle, reason=None, window=bundle.window.emptied(), trials=None, off_at=None)
+        else:
+            return False
+        self._judged[bundle_id] = after
+        log.warning("bundle_on" if after.is_usable else "bundle_off", bundle=bundle_id, reason=reason)
+        return True
 
     @property
     def refusals(self) -> str:
         """Which are refused, and why; for messages."""
-        return "; ".join(f"{name}: {bundle.reason}" for name, bundle in self._judged.items() if bundle.mapper is None)
+        refused = {name: bundle for name, bundle in self._judged.items() if not bundle.is_usable}
+        return "; ".join(f"{name}: {bundle.reason}" for name, bundle in refused.items())
 
     @property
     def infos(self) -> list[BundleInfo]:
@@ -89,15 +126,16 @@ def load_bundles(
     gate: Gate,
     device: str,
     shadow_window: int | None = None,
+    rest_s: float = 0.0,
 ) -> Bundles:
     """Load and judge. Raises `SettingsError` for a path that holds no bundle: that is a mistake in the settings.
-    In service, the last `shadow_window` answers that were compared decide whether one stays; without that number
-    none is switched off."""
+    In service, the last `shadow_window` answers that were compared decide whether one stays, and after `rest_s` whether
+    it comes back; without that number none is switched off."""
     judged = [_judge(path, target_fingerprint, target_tokenizer, gate, device, shadow_window) for path in paths]
     for bundle in judged:
-        tell = log.info if bundle.mapper else log.warning
-        tell("bundle", bundle=bundle.manifest.bundle_id, usable=bundle.mapper is not None, reason=bundle.reason)
-    return Bundles(judged)
+        tell = log.info if bundle.is_usable else log.warning
+        tell("bundle", bundle=bundle.manifest.bundle_id, usable=bundle.is_usable, reason=bundle.reason)
+    return Bundles(judged, rest_s=rest_s)
 
 
 def _judge(
@@ -115,4 +153,4 @@ def _judge(
         return JudgedBundle(manifest, reason=str(error))
     reason = mapper.refusal(**gate.model_dump())
     window = Window(mapper.gate(**gate.model_dump()), shadow_window) if shadow_window else None
-    return JudgedBundle(manifest, mapper if reason is None else None, reason, window)
+    return JudgedBundle(manifest, mapper, reason, window)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mappers.manifest import Gate
 from workers.api.schemas import ShadowInfo
 
+RETURN_MARGIN = 0.2  # of what a gate allows
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -24,12 +26,37 @@ class Comparison:
         return self.kl_sum / self.num_tokens
 
 
+def stricter(gate: Gate) -> Gate:
+    """What a bundle that was switched off must reach to be used again: less than what its gate allows, so that one on
+    the edge does not go on and off."""
+    allowed = 1 - RETURN_MARGIN
+    return gate.model_copy(
+        update={
+            "max_ppl_ratio": 1 + allowed * (gate.max_ppl_ratio - 1),
+            "min_top1": 1 - allowed * (1 - gate.min_top1),
+        }
+    )
+
+
 class Window:
-    """The last `num_answers` comparisons of one bundle, against its gate."""
+    """The last `num_answers` comparisons of one bundle, against a gate."""
 
     def __init__(self, gate: Gate, num_answers: int):
         self._gate = gate
+        self._size = num_answers
         self._last: deque[Comparison] = deque(maxlen=num_answers)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._last) == self._size
+
+    def emptied(self) -> Window:
+        """For what is compared from now on."""
+        return Window(self._gate, self._size)
+
+    def for_trials(self) -> Window:
+        """For what is compared while the bundle is off."""
+        return Window(stricter(self._gate), self._size)
 
     def add(self, comparison: Comparison) -> None:
         self._last.append(comparison)
@@ -51,11 +78,11 @@ class Window:
     def objection(self) -> str | None:
         """What speaks against the bundle; nothing does until the window is full."""
         info = self.info
-        if info is None or info.num_answers < (self._last.maxlen or 0):
+        if info is None or not self.is_full:
             return None
         over = f"over the last {info.num_answers} answers compared in service"
         if info.top1 < self._gate.min_top1:
-            return f"top-1 agreement {info.top1:.3f} {over} is below the gate's {self._gate.min_top1}"
+            return f"top-1 agreement {info.top1:.3f} {over} is below the gate's {self._gate.min_top1:.3g}"
         if info.ppl_ratio > self._gate.max_ppl_ratio:
-            return f"perplexity ratio {info.ppl_ratio:.3f} {over} is above the gate's {self._gate.max_ppl_ratio}"
+            return f"perplexity ratio {info.ppl_ratio:.3f} {over} is above the gate's {self._gate.max_ppl_ratio:.3g}"
         return None

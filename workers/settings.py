@@ -95,6 +95,7 @@ class WorkerSettings(BaseModel):
     upgrade_idle_s: float | None = Field(default=15.0, gt=0)
     shadow_idle_s: float = Field(default=5.0, gt=0)
     shadow_window: int = Field(default=20, ge=1)
+    shadow_rest_s: float = Field(default=600.0, ge=0)
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
     peers: dict[WorkerId, str] = {}

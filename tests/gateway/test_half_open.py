@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ NUM_TO_OPEN = 2
 BREAKER = {"window": 4, "min_outcomes": NUM_TO_OPEN, "open_s": OPEN_S, "jitter": 0.0}
 GONE = WorkerUnavailable("gone")
 
-Ask = Callable[[Stack], Awaitable[httpx.Response]]
+Ask = Callable[[Stack], Coroutine[Any, Any, httpx.Response]]
 
 
 async def complete(stack: Stack) -> httpx.Response:

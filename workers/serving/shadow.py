@@ -6,12 +6,18 @@
 
 What is found goes to the bundle, whose quality switch it is. Of what was served nothing is pinned meanwhile: a cache
 that has gone is a comparison less. Tokens are forgotten once compared, and never logged.
+
+A bundle that was switched off is tried out on the handoffs that are refused for it: what it would have made is made in
+idle time, compared over the prompt's own last tokens, and dropped. Nobody is served from it.
+
+    tried out   |head|◄─── mapped ───►|◄─ tail ─►|◄─ compared ─►|     all of it the prompt's
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -19,18 +25,20 @@ from typing import TypeVar
 import structlog
 from torch import Tensor
 
-from workers.api.errors import CacheNotFound
-from workers.api.schemas import KVTransferParams
+from workers.api.errors import CacheNotFound, InvalidRequest, PoolFull
+from workers.api.schemas import DEFAULT_NATIVE_TAIL, KVTransferParams, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
 from workers.engines.compute import BACKGROUND
 from workers.metrics import WorkerMetrics
+from workers.pool.blocks import blocks_for
 from workers.pool.pool import Pool
 from workers.quality import Comparison
 from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
 from workers.serving.paging import load_reused
 from workers.serving.reuse import reuse_of
+from workers.serving.transfer import Transfers
 
 log = structlog.get_logger()
 
@@ -48,6 +56,7 @@ class Served:
     token_ids: tuple[int, ...] = field(repr=False)
     num_prompt: int
     tenant_salt: str = field(repr=False)
+    num_handed: int | None = None  # of the cache so many first tokens only; None: all
 
     @property
     def read(self) -> tuple[int, ...]:
@@ -76,6 +85,7 @@ class Shadow:
         engine: Engine,
         pool: Pool,
         bundles: Bundles,
+        transfers: Transfers,
         metrics: WorkerMetrics,
         idle_s: float,
         *,
@@ -84,6 +94,7 @@ class Shadow:
         self._engine = engine
         self._pool = pool
         self._bundles = bundles
+        self._transfers = transfers
         self._metrics = metrics
         self._idle = IdleTime(engine, idle_s, patience_s=patience_s)
         self._waiting: deque[Served] = deque()
@@ -104,18 +115,45 @@ class Shadow:
         await self._idle.run(self.compare_one, "shadow", self._count)
 
     async def compare_one(self) -> bool:
-        """Whether there was an answer to compare."""
-        if not self._waiting:
+        """Whether there was an answer to compare, or a bundle to try out."""
+        if self._waiting:
+            await self._compare(self._waiting.popleft())
+            self._count("ok")
+        elif self._transfers.refused:
+            await self._try_out(self._transfers.refused.popleft())
+            self._count("tried")
+        else:
             return False
-        served = self._waiting.popleft()
-        provenance, mapped = await self._expected(served, KVTransferParams(cache_id=served.cache_id))
+        return True
+
+    async def _try_out(self, refused: TransferRequest) -> None:
+        """Raises `InvalidRequest` for a prompt too short to tell anything, `PoolFull` rather than evict anything."""
+        self._check_room(refused)
+        made = await self._step(partial(self._transfers.try_out, refused))
+        try:
+            token_ids = self._pool.peek(made.cache_id).token_ids
+            num_read = made.num_tokens - STEP_TOKENS
+            num_handed = num_read - DEFAULT_NATIVE_TAIL
+            await self._compare(Served(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
+        finally:
+            with suppress(CacheNotFound):
+                self._pool.discard(made.cache_id)
+
+    def _check_room(self, refused: TransferRequest) -> None:
+        num_tokens = refused.num_tokens or 0
+        if num_tokens <= refused.native_head + DEFAULT_NATIVE_TAIL + STEP_TOKENS:
+            raise InvalidRequest(f"{num_tokens} tokens are too few to try a bundle out on")
+        if blocks_for(num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
+            raise PoolFull(f"no room for {num_tokens} tokens that nobody asked for")
+
+    async def _compare(self, served: Served) -> None:
+        params = KVTransferParams(cache_id=served.cache_id, num_tokens=served.num_handed)
+        provenance, mapped = await self._expected(served, params)
         if not provenance.startswith(MAPPED):
             raise CacheNotFound(f"an exact cache has taken the place of {served.cache_id}")
         _, native = await self._expected(served, KVTransferParams())
         comparing = partial(self._engine.compute.run, partial(compare, native, mapped), priority=BACKGROUND)
         self._found(provenance.removeprefix(MAPPED), await self._step(comparing))
-        self._count("ok")
-        return True
 
     async def _expected(self, served: Served, params: KVTransferParams) -> tuple[str, Tensor]:
         """Where the cache came from that `params` name (without an id: the longest exact prefix), and what is expected
@@ -144,7 +182,7 @@ class Shadow:
         self._metrics.shadow_top1.labels(bundle, "other").inc(comparison.num_tokens - agreed)
         log.info("compared", bundle=bundle, num_tokens=comparison.num_tokens, num_agreed=agreed, kl=comparison.kl_mean)
         if self._bundles.compared(bundle, comparison):
-            self._pool.discard_made_by(MAPPED + bundle)  # none is served any more, nor any that was read over such
+            self._pool.discard_made_by(MAPPED + bundle)  # none from before is served, nor any that was read over such
             self._show_bundles()
 
     def _show_bundles(self) -> None:

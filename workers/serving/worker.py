@@ -60,10 +60,10 @@ class Worker:
         max_at_once = settings.max_running + settings.max_queue
         self.prompts = PromptReader(engine, max_waiting=max_at_once)
         self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
-        self.shadow = Shadow(engine, pool, bundles, self.metrics, settings.shadow_idle_s)
+        self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
+        self.shadow = Shadow(engine, pool, bundles, self.transfers, self.metrics, settings.shadow_idle_s)
         self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
-        self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
         self.tickets = TicketOffice(pool, engine.model.name, (lender.export,) if lender else ())
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
@@ -148,6 +148,7 @@ def build_worker(
         gate=settings.gate,
         device=settings.device,
         shadow_window=settings.shadow_window,
+        rest_s=settings.shadow_rest_s,
     )
     reclaim_dead_segments()
     kind = "shm" if settings.device == "cpu" else "cuda_ipc"

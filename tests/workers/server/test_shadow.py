@@ -20,10 +20,11 @@ from mappers.models import run
 from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, Served, bundle, content, serving, transfer_request, until
 from tests.workers.server.test_upgrade import Watched
-from workers.api.errors import BundleUnusable, CacheNotFound
-from workers.api.schemas import BundleInfo, PrefillRequest
+from workers.api.errors import BundleUnusable, CacheNotFound, PoolFull
+from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, PrefillRequest
 from workers.engines.transformers.engine import TransformersEngine
 from workers.quality import Comparison, Window
+from workers.serving.idle import STEP_TOKENS
 from workers.serving.shadow import MAX_WAITING, Shadow, compare
 
 HEAD, TAIL, NUM = 4, 16, 12
@@ -63,7 +64,7 @@ async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
 def shadow_of(large: Served) -> Shadow:
     """Its worker's own, with the idle time of a test."""
     worker = large.worker
-    shadow = Shadow(worker.engine, worker.pool, worker.bundles, worker.metrics, IDLE_S)
+    shadow = Shadow(worker.engine, worker.pool, worker.bundles, worker.transfers, worker.metrics, IDLE_S)
     worker.answerer.shadow = shadow
     return shadow
 
@@ -149,6 +150,95 @@ async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path,
             await large.chat(cache_id=served["kv_transfer_params"]["cache_id"])
         assert not large.worker.pool.mapped()
         assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 0.0' in (await large.http.get("/metrics")).text
+
+
+def test_what_may_come_back_is_better_than_what_may_stay() -> None:
+    service = Window(Gate(), WINDOW)
+    trials = service.for_trials()
+    for window in (service, trials):
+        for _ in range(WINDOW):
+            window.add(Comparison(100, 82, 0.0))
+    assert service.objection is None
+    assert trials.objection == f"top-1 agreement 0.820 {OVER} is below the gate's 0.84"
+
+
+def switch_off(large: Served) -> None:
+    """By what it is told was found."""
+    bundles = large.worker.bundles
+    (info,) = bundles.infos
+    changed = [bundles.compared(info.bundle_id, Comparison(10, 0, 90.0)) for _ in range(WINDOW)]
+    assert changed == [False] * (WINDOW - 1) + [True]
+
+
+async def refused(pair: Pair) -> None:
+    with pytest.raises(BundleUnusable):
+        await mapped_answer(pair)
+
+
+async def test_a_bundle_that_does_well_again_is_switched_on_again(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        for number in range(WINDOW):
+            await refused(pair)
+            assert await shadow.compare_one()
+            assert not large.worker.pool.mapped(), "what was tried out is gone, and nobody was served from it"
+            assert (await told(large)).usable == (number == WINDOW - 1)
+        assert (await mapped_answer(pair))["kv_transfer_params"]["mapped_tokens"]
+        info = await told(large)
+        assert info.reason is None and info.shadow is None, "judged anew"
+        metrics = (await large.http.get("/metrics")).text
+        assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 1.0' in metrics
+        assert f'kvrelay_mapper_shadows_total{{result="tried"}} {WINDOW}.0' in metrics
+
+
+async def test_it_is_tried_out_as_it_would_be_served(
+    folder: Path, small_folder: Path, bundle: Path, reference: LlamaForCausalLM
+) -> None:
+    """Over the prompt's own last tokens, with a native tail before them."""
+    async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        await refused(pair)
+        assert await shadow.compare_one()
+        info, ids = (await told(large)).shadow, large.prompt()[:-TAIL]
+    begin, handed = len(ids) - STEP_TOKENS, len(ids) - STEP_TOKENS - DEFAULT_NATIVE_TAIL
+    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), reference, ids, handed, HEAD)
+    _, hidden = run(reference, ids[handed:], cache)
+    mapped = reference.lm_head(hidden).log_softmax(-1)[begin - handed :]
+    native = reference(torch.tensor([ids])).logits[0].log_softmax(-1)[begin:]
+    expected = compare(native, mapped)
+    assert info is not None and info.top1 == expected.num_agreed / STEP_TOKENS
+    assert info.ppl_ratio == pytest.approx(math.exp(expected.kl_mean), rel=1e-3)
+
+
+async def test_one_that_does_not_stays_off(folder: Path, small_folder: Path, bundle: Path) -> None:
+    async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        for _ in range(WINDOW + 1):
+            await refused(pair)
+            assert await shadow.compare_one()
+        info = await told(large)
+        assert not info.usable and info.shadow is not None and info.shadow.num_answers == WINDOW
+
+
+async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        await refused(pair)
+        assert not await shadow.compare_one()
+
+
+async def test_nothing_is_evicted_to_try_a_bundle_out(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        await refused(pair)
+        pool = large.worker.pool
+        with pool.allocate(pool.stats.free_blocks), pytest.raises(PoolFull):
+            await shadow.compare_one()
 
 
 async def test_it_yields_to_real_work_between_two_steps(folder: Path, good: Path) -> None:
