@@ -86,8 +86,8 @@ class Peer:
         return self.office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
 
 
-def peer_of(folder: Path, num_layers: int, block_tokens: int) -> Peer:
-    layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype="float32")
+def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "float32") -> Peer:
+    layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype=dtype)
     arena = create_arena("shm", layout, 2**24, worker="test-vllm-peer", epoch=new_epoch())
     pool = Pool(arena, fingerprint(folder))
     return Peer(pool, TicketOffice(pool, folder.name))
@@ -148,18 +148,20 @@ def test_another_documents_kv_never_reaches_an_exact_request(
     assert native.token_ids[: len(reference)] == reference
 
 
-@pytest.mark.parametrize("head", [4, BLOCK + 1])
+@pytest.mark.parametrize(("head", "dtype"), [(4, "float32"), (BLOCK + 1, "float32"), (4, "bfloat16")])
 def test_native_head_and_mapped_rest_answer_as_the_replay(
-    ask: Any, small: Peer, small_folder: Path, folder: Path, bundle: Path, head: int
+    ask: Any, small_folder: Path, folder: Path, bundle: Path, head: int, dtype: str
 ) -> None:
     ids, tail = random_tokens(150, seed=7), 30
     handed = len(ids) - tail
-    source = small.ticket(ids[:handed], read(tiny.reference(small_folder), ids[:handed]))
+    model, source_model = tiny.reference(folder), tiny.reference(small_folder).to(getattr(torch, dtype))
+    small = peer_of(small_folder, 2, block_tokens=20, dtype=dtype)
+    source = small.ticket(ids[:handed], read(source_model, ids[:handed]))
     own = ask(ids[:head], params(publish=True), num=1).report.ticket
     answer = ask(ids, params(own, source))
+    small.pool.close()
     assert answer.report.loaded_tokens == handed
-    model = tiny.reference(folder)
-    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, ids, handed, head)
+    cache = mappers.replay(mappers.load(bundle), source_model, model, ids, handed, head)
     written: list[int] = []
     for _ in range(NUM):
         _, hidden = run(model, (ids + written)[handed:], cache)
