@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
+from workers.api.durations import Seconds
 from workers.api.errors import KvrelayError, Overloaded
 
 
@@ -46,10 +47,10 @@ class BreakerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     window: int = Field(default=20, ge=1)
-    window_s: float = Field(default=30.0, gt=0)
+    window_s: Seconds = 30.0
     min_outcomes: int = Field(default=4, ge=1)
     failure_rate: float = Field(default=0.5, gt=0, le=1)
-    open_s: float = Field(default=2.0, gt=0)
+    open_s: Seconds = 2.0
     jitter: float = Field(default=0.2, ge=0, lt=1)
     num_probes: int = Field(default=1, ge=1)
     num_successes: int = Field(default=2, ge=1)

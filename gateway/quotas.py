@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from limits import RateLimitItem, RateLimitItemPerDay, RateLimitItemPerHour, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage, RedisStorage
@@ -41,7 +40,7 @@ class Quotas:
         self._own = Counted(MemoryStorage())
         self._shared: Counted | None = None
         self._spending: set[asyncio.Task[None]] = set()
-        if urlsplit(settings.url).scheme != "memory":
+        if settings.is_shared:
             self._connect(settings.full_url, settings.timeout_ms / 1000, on_op)
 
     def _connect(self, url: str, timeout_s: float, on_op: Callable[[str, str], None]) -> None:

@@ -10,7 +10,6 @@ import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import quote, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -31,8 +30,10 @@ from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
 from workers.api import secret
+from workers.api.addresses import HttpUrl
+from workers.api.durations import Seconds, SecondsOrNone
 from workers.api.heartbeat import DiscoverySettings
-from workers.api.redis_url import REDIS_SCHEMES, checked
+from workers.api.redis_url import REDIS_SCHEMES, checked, has_password, scheme_of, with_password
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
 from workers.api.yaml_file import YamlUnusable, read_yaml
@@ -43,7 +44,8 @@ KEY_HASH = re.compile(r"[0-9a-f]{64}")
 CREDENTIALS = re.compile(r"//.*@")  # in a URL
 AUTO = "auto"
 DEFAULT_TENANT = "default"
-REGISTRY_SCHEMES = ("memory", *REDIS_SCHEMES)
+MEMORY = "memory"
+REGISTRY_SCHEMES = (MEMORY, *REDIS_SCHEMES)
 
 
 class Section(BaseModel):
@@ -63,14 +65,7 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     tier: str
-    url: str
-
-    @field_validator("url")
-    @classmethod
-    def _http(cls, url: str) -> str:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError("needs an http:// or https:// URL")
-        return url.rstrip("/")
+    url: HttpUrl
 
 
 class ServerSettings(Section):
@@ -99,27 +94,29 @@ class RegistrySettings(Section):
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if urlsplit(url).scheme not in REGISTRY_SCHEMES:
+        if scheme_of(url) not in REGISTRY_SCHEMES:
             raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
-        return url if url.startswith("memory:") else checked(url)
+        return url if scheme_of(url) == MEMORY else checked(url)
 
     @field_validator("password_file")
     @classmethod
     def _for_a_url_without(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        parts = urlsplit(info.data.get("url", ""))
-        if path is not None and (parts.scheme == "memory" or parts.password is not None):
+        url = info.data.get("url")  # none where it cannot be used
+        if path is not None and url is not None and (scheme_of(url) == MEMORY or has_password(url)):
             raise ValueError("goes with a redis:// or rediss:// URL that holds no password itself")
         return path
+
+    @property
+    def is_shared(self) -> bool:
+        """Several gateways see it."""
+        return scheme_of(self.url) != MEMORY
 
     @property
     def full_url(self) -> str:
         """With the password in it. Raises `SettingsError` for a file that cannot be used."""
         if self.password_file is None:
             return self.url
-        password = quote(read_secret(self.password_file, "registry.password_file"), safe="")
-        parts = urlsplit(self.url)
-        user, _, host = parts.netloc.rpartition("@")
-        return parts._replace(netloc=f"{user}:{password}@{host}").geturl()
+        return with_password(self.url, read_secret(self.password_file, "registry.password_file"))
 
 
 def _hash_of_key(value: str) -> str:
@@ -169,18 +166,18 @@ class Deadlines(Section):
     yet.
     """
 
-    request_s: float = Field(default=120.0, gt=0)
-    body_s: float = Field(default=30.0, gt=0)
+    request_s: Seconds = 120.0
+    body_s: Seconds = 30.0
     small_share: float = Field(default=0.4, gt=0, lt=1)
-    decode_reserve_s: float = Field(default=5.0, ge=0)
-    token_gap_s: float = Field(default=10.0, gt=0)
-    assumed_prefill_tokens_per_s: float = Field(default=200.0, gt=0)
-    transfer_floor_s: float = Field(default=0.0, ge=0)
-    worker_poll_s: float = Field(default=1.0, gt=0)
-    keep_alive_s: float = Field(default=15.0, gt=0)
-    client_stall_s: float = Field(default=30.0, gt=0)
-    shutdown_grace_s: float = Field(default=1.0, ge=0)
-    drain_s: float = Field(default=30.0, ge=0)
+    decode_reserve_s: SecondsOrNone = 5.0
+    token_gap_s: Seconds = 10.0
+    assumed_prefill_tokens_per_s: float = Field(default=200.0, gt=0, allow_inf_nan=False)
+    transfer_floor_s: SecondsOrNone = 0.0
+    worker_poll_s: Seconds = 1.0
+    keep_alive_s: Seconds = 15.0
+    client_stall_s: Seconds = 30.0
+    shutdown_grace_s: SecondsOrNone = 1.0
+    drain_s: SecondsOrNone = 30.0
 
 
 class HandoffSettings(Section):

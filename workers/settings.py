@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workers.api import secret
+from workers.api.addresses import HttpUrl, http_address
+from workers.api.durations import Seconds, SecondsOrNone
 from workers.api.heartbeat import DiscoverySettings
 from workers.api.tracing import TracingSettings
 from workers.api.yaml_file import YamlUnusable, read_yaml
@@ -76,7 +78,7 @@ class WorkerSettings(BaseModel):
     name: str | None = None
     engine: str = "transformers"
     engine_options: dict[str, Any] = {}
-    url: str | None = None
+    url: HttpUrl | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65_535)
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
@@ -90,27 +92,28 @@ class WorkerSettings(BaseModel):
     max_queue: int = Field(default=64, ge=0)
     max_model_len: int | None = Field(default=None, ge=2)
     max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
-    body_timeout_s: float = Field(default=10.0, gt=0)
+    body_timeout_s: Seconds = 10.0
     bundles: list[str] = []
-    upgrade_idle_s: float | None = Field(default=15.0, gt=0)
-    shadow_idle_s: float = Field(default=5.0, gt=0)
+    upgrade_idle_s: Seconds | None = 15.0
+    shadow_idle_s: Seconds = 5.0
     shadow_window: int = Field(default=20, ge=1)
-    shadow_rest_s: float = Field(default=600.0, ge=0)
+    shadow_rest_s: SecondsOrNone = 600.0
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
-    peers: dict[WorkerId, str] = {}
+    peers: dict[WorkerId, HttpUrl] = {}
     tracing: TracingSettings = TracingSettings()  # the file's own
     discovery: DiscoverySettings | None = None  # this, too
     tcp: TcpSettings | None = None
-    grace_s: float = Field(default=0.5, ge=0)
-    drain_s: float = Field(default=30.0, ge=0)
+    grace_s: SecondsOrNone = 0.5
+    drain_s: SecondsOrNone = 30.0
 
     @model_validator(mode="before")
     @classmethod
     def _bind_where_the_url_says(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(values.get("url"), str):
-            parts = urlsplit(values["url"])
-            return {"host": parts.hostname or "127.0.0.1", "port": parts.port or 80} | values
+            with suppress(ValueError):  # of which its own check tells
+                host, port = http_address(values["url"])
+                return {"host": host, "port": port} | values
         return values
 
     @field_validator("engine")
@@ -125,15 +128,6 @@ class WorkerSettings(BaseModel):
         if self.engine_options and self.engine != "vllm":
             raise ValueError(f"engine_options are vLLM's arguments; engine {self.engine} takes none")
         return self
-
-    @field_validator("url", "peers")
-    @classmethod
-    def _http_urls(cls, value: Any) -> Any:
-        urls = value.values() if isinstance(value, dict) else [value] if value else []
-        for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                raise ValueError(f"{url!r} is not a URL like http://127.0.0.1:8101")
-        return value
 
     @property
     def model_name(self) -> str:

@@ -22,7 +22,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -32,8 +31,10 @@ from gateway.commands.stack import port_is_free
 from gateway.commands.table import render
 from gateway.errors import SettingsError
 from gateway.settings import Settings, load, read_secret
+from workers.api.addresses import http_address
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, Unauthorized
+from workers.api.redis_url import without_credentials
 from workers.api.schemas import WorkerInfo
 
 Status = Literal["ok", "warning", "wrong", "skipped"]
@@ -152,15 +153,13 @@ def registry(settings: Settings) -> Finding:
         url = settings.registry.full_url
     except SettingsError as error:
         return Finding("registry", "wrong", error.message, "without its password Redis is not asked; make the file")
-    if urlsplit(url).scheme == "memory":
+    if not settings.registry.is_shared:
         return Finding("registry", "ok", "in the gateway's memory; several gateways need Redis to share it")
-    from redis import Redis
     from redis.exceptions import AuthenticationError, RedisError
 
-    shown = _without_password(url)
+    shown = without_credentials(url)
     try:
-        with Redis.from_url(url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S) as redis:
-            redis.ping()
+        asyncio.run(_ping(url))
     except AuthenticationError as error:
         return Finding("registry", "wrong", f"{shown}: {error}", "put the right user and password into registry.url")
     except (RedisError, OSError, ValueError) as error:
@@ -169,9 +168,14 @@ def registry(settings: Settings) -> Finding:
     return Finding("registry", "ok", f"{shown} answers")
 
 
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+async def _ping(url: str) -> None:
+    """Raises what redis-py raises."""
+    from redis.asyncio import Redis
+
+    from workers.api.redis_pool import pool_of
+
+    async with Redis.from_pool(pool_of(url, REDIS_TIMEOUT_S)) as redis:
+        await redis.ping()
 
 
 # Workers
@@ -229,7 +233,7 @@ def ports(settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError]) ->
     """Whether whoever listens on this machine, on a port of the configuration, is ours."""
     server = settings.server
     wanted = {"gateway": (server.host, server.port)} | {
-        name: (urlsplit(worker.url).hostname or "", urlsplit(worker.url).port or 80)
+        name: http_address(worker.url)
         for name, worker in settings.workers.items()
         if not isinstance(infos.get(name), WorkerInfo)
     }

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from gateway.registry.base import Entry, Registry
-from gateway.settings import RegistrySettings
-from workers.api.redis_url import REDIS_SCHEMES
+from gateway.settings import MEMORY, RegistrySettings
+from workers.api.redis_url import REDIS_SCHEMES, scheme_of
 
 __all__ = ["Entry", "Registry", "connect"]
 
 
 def connect(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
     """The registry that `settings.url` names. Connects lazily: a Redis that is down does not stop the start."""
-    return _MAKERS[urlsplit(settings.url).scheme](settings, on_op)
+    return _MAKERS[scheme_of(settings.url)](settings, on_op)
 
 
 def _memory(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
@@ -29,4 +28,4 @@ def _redis(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Reg
     return RedisRegistry(settings.full_url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
 
 
-_MAKERS = {"memory": _memory} | dict.fromkeys(REDIS_SCHEMES, _redis)
+_MAKERS = {MEMORY: _memory} | dict.fromkeys(REDIS_SCHEMES, _redis)

@@ -77,6 +77,7 @@ def test_a_stack_that_is_well(tmp_path: Path, stack: dict[str, Any], monkeypatch
         ({"server": {"host": "0.0.0.0"}}, "configuration", "no tenant has api_keys"),
         ({"secret_file": "nowhere"}, "cluster secret", "cannot read"),
         ({"registry": {"url": "redis://me:hidden@127.0.0.1:1/0"}}, "registry", "redis://127.0.0.1:1/0"),
+        ({"registry": {"url": "redis+sentinel://me:hidden@127.0.0.1:1/main"}}, "registry", "No master found"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_to_do(

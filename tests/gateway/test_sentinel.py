@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import SettingsError
+from gateway.quotas import Quotas
+from gateway.registry import connect
+from gateway.registry.redis import RedisRegistry
 from gateway.settings import from_values
 from tests.gateway.redis_process import watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
@@ -54,6 +57,21 @@ async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable
 def test_a_url_names_sentinels_and_the_master() -> None:
     url = SentinelUrl.parse("rediss+sentinel://me:p%40ss@one:1,two,[::1]:3/main/2")
     assert url == SentinelUrl((("one", 1), ("two", 26379), ("::1", 3)), "main", 2, "me", "p@ss", True)
+
+
+@pytest.mark.parametrize("host", ["[::1]:3,one", "one,[::1]:3"])
+def test_any_of_its_hosts_may_be_an_ipv6_address(tmp_path: Path, host: str) -> None:
+    """In a registry as well, with the password in a file."""
+    password = tmp_path / "password"
+    password.write_text("p@ss/w?rd-of-sixteen-and-more-characters\n")
+    password.chmod(0o600)
+    url = f"redis+sentinel://me@{host}/main"
+    settings = from_values(values(registry={"url": url, "password_file": str(password)})).registry
+    parsed = SentinelUrl.parse(settings.full_url)
+    assert (parsed.username, parsed.password) == ("me", "p@ss/w?rd-of-sixteen-and-more-characters")
+    assert sorted(parsed.sentinels) == [("::1", 3), ("one", 26379)]
+    assert isinstance(connect(settings, lambda op, result: None), RedisRegistry)
+    Quotas(settings, lambda op, result: None)
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://one", "redis+sentinel:///main", "redis+sentinel://one,/main/x"])

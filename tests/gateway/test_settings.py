@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import POLICIES
-from gateway.settings import from_values, load
+from gateway.settings import Deadlines, HandoffSettings, from_values, load
 from tests.gateway.stack import values
+from workers.api.heartbeat import DiscoverySettings
 
 WORKER = {"tier": "small", "url": "http://127.0.0.1:8001"}
 
@@ -74,8 +77,16 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"workers": {"a": WORKER}}, "tier 'large' has no worker"),
         ({"workers": {"a": WORKER | {"tier": "huge"}}}, "workers.a.tier: unknown tier 'huge'; known: small, large"),
         ({"workers": {"a": WORKER | {"url": "127.0.0.1:8001"}}}, "workers.a.url: needs an http:// or https:// URL"),
+        ({"workers": {"a": WORKER | {"url": "http://a:99999"}}}, "workers.a.url: '99999' .* 1 to 65535, got .*:99999"),
+        ({"workers": {"a": WORKER | {"url": "http://a:0"}}}, "workers.a.url: '0' is no port; allowed are 1 to 65535"),
+        ({"workers": {"a": WORKER | {"url": "http://a:b"}}}, "workers.a.url: 'b' is no port; allowed are 1 to 65535"),
+        ({"workers": {"a": WORKER | {"url": "http://[::1"}}}, r"workers.a.url: '\[::1' is no host; needs HOST"),
+        ({"workers": {"a": WORKER | {"url": "http://"}}}, "workers.a.url: '' is no host; needs HOST"),
         ({"workers": {"a b": WORKER}}, "workers.a b"),
         ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, .*, got 'etcd://x'"),
+        ({"registry": {"url": "redis://:p@h:99999/0"}}, "registry.url: '99999' is no port; .*, got 'redis://[*]{3}@h:9"),
+        ({"registry": {"url": "redis+sentinel://a,b:99999/m"}}, "registry.url: '99999' is no port; allowed are 1 to"),
+        ({"registry": {"url": "redis+sentinel://a,[::1/m"}}, r"registry.url: '\[::1' is no host; needs HOST"),
         ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
         ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, max_entries, timeout_ms"),
         ({"registry": {"password_file": "p"}}, "registry.password_file: .* holds no password itself"),
@@ -126,6 +137,23 @@ def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"^{next(iter(changes))}") as refused:
         from_values(values(**changes))
     assert "hidden" not in refused.value.message
+
+
+TIMED = {
+    "deadlines": Deadlines,
+    "breaker": BreakerSettings,
+    "handoff": HandoffSettings,
+    "discovery": DiscoverySettings,
+}
+DURATIONS = [(section, name) for section, kind in TIMED.items() for name in kind.model_fields if name.endswith("_s")]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
+@pytest.mark.parametrize(("section", "name"), DURATIONS)
+def test_every_wait_comes_to_an_end(section: str, name: str, value: float) -> None:
+    fields = {name: value} | ({"url": "redis://h"} if section == "discovery" else {})
+    with pytest.raises(SettingsError, match=f"^{section}.{name}: .*(finite|greater|less) .*, got {value}$"):
+        from_values(values(**{section: fields}))
 
 
 HOLDS_ITSELF = """

@@ -19,6 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from workers.api.addresses import HttpUrl
+from workers.api.durations import Seconds
 from workers.api.redis_url import checked
 
 COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
@@ -32,8 +34,8 @@ class DiscoverySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
-    beat_s: float = Field(default=1.0, gt=0)
-    lost_after_s: float = Field(default=5.0, gt=0)
+    beat_s: Seconds = 1.0
+    lost_after_s: Seconds = 5.0
 
     @field_validator("url")
     @classmethod
@@ -48,7 +50,7 @@ class Heartbeat(BaseModel):
 
     worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     tier: str
-    url: str = Field(pattern=r"^https?://[^\s]+$")
+    url: HttpUrl
     epoch: str
     at: float
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote
+
+from workers.api.addresses import address_of, parts_of
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
-SENTINEL_PORT = 26_379
+PORT, SENTINEL_PORT = 6379, 26_379
 FORM = "redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT].../MASTER[/DATABASE]"
 
 
@@ -26,42 +28,50 @@ class SentinelUrl:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Raises `ValueError` for one of another form."""
-        scheme, _, rest = url.partition("://")  # urlsplit takes one host only
-        location, _, path = rest.partition("/")
-        credentials, _, hosts = location.rpartition("@")
-        user, _, password = credentials.partition(":")
-        name, _, database = path.strip("/").partition("/")
-        if not hosts or not name or not (database or "0").isdecimal():
+        parts = parts_of(url)
+        user, _, password = (parts.credentials or "").partition(":")
+        name, _, database = parts.rest.strip("/").partition("/")
+        if not parts.hosts or not name or not (database or "0").isdecimal():
             raise ValueError(f"needs the form {FORM}")
         return cls(
-            sentinels=tuple(_address(host) for host in hosts.split(",")),
+            sentinels=tuple(address_of(host, SENTINEL_PORT) for host in parts.hosts.split(",")),
             name=name,
             database=int(database or 0),
             username=unquote(user) or None,
             password=unquote(password) or None,
-            tls=scheme.startswith("rediss"),
+            tls=parts.scheme.startswith("rediss"),
         )
 
 
 def checked(url: str) -> str:
     """The URL as it is. Raises `ValueError` for one that names no Redis."""
-    if _scheme(url) not in REDIS_SCHEMES:
+    if scheme_of(url) not in REDIS_SCHEMES:
         raise ValueError(f"needs a URL that begins with one of {', '.join(f'{one}://' for one in REDIS_SCHEMES)}")
     if is_sentinel(url):
         SentinelUrl.parse(url)
+    elif hosts := parts_of(url).hosts:
+        address_of(hosts, PORT)
     return url
 
 
 def is_sentinel(url: str) -> bool:
-    return _scheme(url) in SENTINEL_SCHEMES
+    return scheme_of(url) in SENTINEL_SCHEMES
 
 
-def _scheme(url: str) -> str:
+def scheme_of(url: str) -> str:
     return url.partition("://")[0]
 
 
-def _address(host: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{host}")
-    if not parts.hostname:
-        raise ValueError(f"has an empty host; it needs the form {FORM}")
-    return parts.hostname, parts.port or SENTINEL_PORT
+def has_password(url: str) -> bool:
+    return ":" in (parts_of(url).credentials or "")
+
+
+def with_password(url: str, password: str) -> str:
+    """For one that has none."""
+    parts = parts_of(url)
+    return replace(parts, credentials=f"{parts.credentials or ''}:{quote(password, safe='')}").url
+
+
+def without_credentials(url: str) -> str:
+    """As it may be shown."""
+    return replace(parts_of(url), credentials=None).url

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from workers.settings import SettingsError, read_secret, read_settings
+from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
 
 SMALL = {"id": "small-0", "model": "models/small", "url": "http://127.0.0.1:8101"}
 LARGE = {"id": "large-0", "model": "org/large", "tier": "large", "pool_bytes": "1GiB", "bundles": ["bundles/b"]}
@@ -54,7 +55,9 @@ def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> 
         ({"engine": "other"}, "workers.small-0.engine.*known: transformers, vllm.*'other'"),
         ({"engine_options": {"seed": 1}}, "workers.small-0.*engine transformers takes none"),
         ({"url": "127.0.0.1:80"}, "workers.small-0.url.*http://"),
+        ({"url": "http://127.0.0.1:99999"}, "workers.small-0.url.*'99999' is no port; allowed are 1 to 65535.*got"),
         ({"peers": {"x": "ftp://y"}}, "workers.small-0.peers.*ftp://y"),
+        ({"peers": {"x": "http://y:99999"}}, "workers.small-0.peers.x.*'99999' is no port; allowed are 1 to 65535"),
         ({"max_queue": -1}, "workers.small-0.max_queue.*-1"),
         ({"tcp": {"host": "0.0.0.0"}}, "workers.small-0.tcp.*'0.0.0.0' is every address .*address must say"),
         ({"tcp": {"prot": 1}}, "workers.small-0.tcp.prot: Extra inputs"),
@@ -65,6 +68,13 @@ def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> 
 def test_wrong_values_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         read_settings(written(tmp_path, SMALL | changes), "small-0")
+
+
+@pytest.mark.parametrize("name", [name for name in WorkerSettings.model_fields if name.endswith("_s")])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_every_wait_comes_to_an_end(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=f"workers.small-0.{name}: .*finite.*, got {value}"):
+        read_settings(written(tmp_path, SMALL | {name: value}), "small-0")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""URLs of the configuration, taken apart alike by every Python: patch releases differ in the brackets that `urlsplit`
+lets pass, and it knows of one host only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+MAX_PORT = 65_535
+PORTS = {"http": 80, "https": 443}
+URL = re.compile(r"(?P<scheme>[^:/?#]+)://(?:(?P<credentials>[^/?#]*)@)?(?P<hosts>[^/?#]*)(?P<rest>.*)", re.DOTALL)
+HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s\[\]:]+))(?::(?P<port>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class UrlParts:
+    """`credentials` as USER:PASSWORD, as they stand in the URL; `rest` begins with the path."""
+
+    scheme: str
+    credentials: str | None
+    hosts: str
+    rest: str
+
+    @property
+    def url(self) -> str:
+        credentials = "" if self.credentials is None else f"{self.credentials}@"
+        return f"{self.scheme}://{credentials}{self.hosts}{self.rest}"
+
+
+def parts_of(url: str) -> UrlParts:
+    """Raises `ValueError` for what is no URL with an authority."""
+    found = URL.fullmatch(url)
+    if found is None:
+        raise ValueError("needs the form SCHEME://HOST")
+    return UrlParts(**found.groupdict())
+
+
+def address_of(host: str, default_port: int) -> tuple[str, int]:
+    """Host and port of HOST, HOST:PORT or [IPV6]:PORT. Raises `ValueError`."""
+    found = HOST.fullmatch(host)
+    if found is None:
+        raise ValueError(f"{host!r} is no host; needs HOST, HOST:PORT or [IPV6]:PORT")
+    port = found["port"] or str(default_port)
+    if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= MAX_PORT:
+        raise ValueError(f"{port!r} is no port; allowed are 1 to {MAX_PORT}")
+    return found["v6"] or found["name"], int(port)
+
+
+def http_address(url: str) -> tuple[str, int]:
+    """Where it leads. Raises `ValueError` for what is no http:// or https:// URL."""
+    scheme = url.partition("://")[0]
+    if scheme not in PORTS or re.search(r"\s", url):
+        raise ValueError("needs an http:// or https:// URL")
+    return address_of(parts_of(url).hosts, PORTS[scheme])
+
+
+def _of_http(url: str) -> str:
+    """The URL without a slash at its end."""
+    http_address(url)
+    return url.rstrip("/")
+
+
+HttpUrl = Annotated[str, AfterValidator(_of_http)]
