@@ -38,16 +38,16 @@ class Account:
     def fell_back(self, reason: str) -> None:
         self._report.path = f"fallback:{reason}"
         self._metrics.full_prefill_fallback.labels(reason).inc()
-        log.info("fell_back", request_id=self._turn.id, reason=reason)
+        log.info("fell_back", reason=reason)
 
     def began(self, stream: Stream) -> None:
         usage = stream.answer.kv
         if usage is not None:  # told with the first chunk; a stream's header then says what its body will
             self._report.found(usage, by_small=self._is_by_small(stream))
-        self.answers(stream)
+        self.settled_on(stream)
         self._metrics.began(self._report, self._turn.overhead_ms)
 
-    def answers(self, stream: Stream) -> None:
+    def settled_on(self, stream: Stream) -> None:
         """This is the answer that is told, unless it breaks off."""
         turn, now = self._turn, time.monotonic()
         turn.began(now)
@@ -73,7 +73,7 @@ class Account:
             stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
             if usage.cache_id is not None:
                 kept, count = usage.cache_id, usage.num_tokens
-                cache_access(turn, "written", worker=stream.worker.id, cache_id=kept, num_tokens=count)
+                cache_access(turn.tenant, "written", worker=stream.worker.id, cache_id=kept, num_tokens=count)
         if turn.stores:
             await self._course.parts.prefixes.file_answer(turn, stream)
         self._metrics.ended(self._report, turn.since_arrival_ms(time.monotonic()))

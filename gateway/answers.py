@@ -47,7 +47,7 @@ class Answers:
         policy, settings = course.policy if judged else None, course.parts.settings.handoff
         request = asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=course.is_native)
         if cache_id is not None:
-            cache_access(course.turn, "read", worker=worker.id, cache_id=cache_id)
+            cache_access(course.turn.tenant, "read", worker=worker.id, cache_id=cache_id)
         with course.turn.upstream(self.phase(worker)):
             return await self._noted(worker, request, first_by, course.turn.deadline, patience)
 

@@ -28,7 +28,6 @@ TOLD_OF_TRANSFER = TOLD | {"mapper", "map_ms", "copy_ms", "total_ms", "bytes", "
 class CacheCall:
     """One call about a cache. Raises what may be told to the client as it stands."""
 
-    id: str
     tenant: Tenant
     parts: Parts
     deadline: Deadline
@@ -48,7 +47,7 @@ class CacheCall:
         )
         with self.parts.shares.one(self.tenant.name):
             reply = await worker.prefill(request, self.deadline, patience=self.deadline)
-        cache_access(self, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
+        cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._keep(worker.id, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
 
@@ -61,8 +60,8 @@ class CacheCall:
         self._check_source(asked, source, target)
         with self.parts.shares.one(self.tenant.name):
             worker_id, reply = await self._mapped(asked, source, target)
-        made, count = reply.cache_id, reply.num_tokens
-        cache_access(self, "transferred", worker=worker_id, cache_id=made, num_tokens=count, source=asked.cache_id)
+        made, count, source_id = reply.cache_id, reply.num_tokens, asked.cache_id
+        cache_access(self.tenant, "transferred", worker=worker_id, cache_id=made, num_tokens=count, source=source_id)
         await self._keep(worker_id, reply, count - reply.reused_tokens)
         return {"object": "cache", "model": target.model} | reply.model_dump(include=TOLD_OF_TRANSFER)
 

@@ -113,7 +113,7 @@ class Cascade:
                 broken = error
             self._turn.phase = self._answers.phase(stream.worker)
             stream = await instead(broken)
-            self._account.answers(stream)
+            self._account.settled_on(stream)
 
     # The three routes
 

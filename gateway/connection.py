@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientDisconnected
 from workers.api.errors import RequestTooSlow
+from workers.api.tasks import end
 
 T = TypeVar("T")
 
@@ -50,10 +51,10 @@ class HangUp:
                 raise ClientDisconnected("the client hung up")
             raise TimeoutError
         finally:
-            await _stop(task)
+            await end(task)
 
     async def aclose(self) -> None:
-        await _stop(self._listener)
+        await end(self._listener)
 
 
 class Pump:
@@ -71,7 +72,7 @@ class Pump:
         return item
 
     async def aclose(self) -> None:
-        await _stop(self._task)
+        await end(self._task)
 
     async def _run(self, items: AsyncGenerator[bytes, None]) -> None:
         end: Exception | None = None
@@ -141,11 +142,3 @@ async def _send(send: Send, frame: bytes, *, more_body: bool = True) -> None:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stop(task: asyncio.Task[Any]) -> None:
-    """Cancels the task and waits until it has cleaned up."""
-    if task.cancel():
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()

@@ -16,6 +16,7 @@ from typing import Any
 
 from gateway.metrics import Metrics
 from gateway.sources import Handed
+from workers.api.tasks import end
 
 
 class EarlyHandoff:
@@ -36,10 +37,6 @@ class EarlyHandoff:
         self._task.cancel()
 
     async def aclose(self) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        if self._is_used:
-            return
-        self._metrics.early_handoffs.labels("dropped").inc()
-        if not self._task.cancelled():
-            self._task.exception()  # looked at, so that the failure of a wrong guess is not reported as forgotten
+        await end(self._task)
+        if not self._is_used:
+            self._metrics.early_handoffs.labels("dropped").inc()

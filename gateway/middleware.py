@@ -56,7 +56,7 @@ class Trace:
                 state["snapshot"] = snapshot
                 await self._app(scope, receive, sending)
         except Exception as error:
-            log.error("internal_error", request_id=state["request_id"], **loggable(error))
+            log.error("internal_error", **loggable(error))
             if state["status"] == UNTOLD:
                 await error_reply(InternalError("internal error"), CLOSE)(scope, receive, sending)
         finally:
@@ -68,7 +68,7 @@ class Trace:
         self._gateway.metrics.requests.labels(state.get("model_label", "none"), state["status"]).inc()
         took_ms = round((time.monotonic() - state["arrived_at"]) * 1000, 1)
         told = {key: state[key] for key in ("tenant", "tier", "path") if key in state}
-        log.info("request", request_id=state["request_id"], status=state["status"], took_ms=took_ms, **told)
+        log.info("request", status=state["status"], took_ms=took_ms, **told)
 
 
 class Bounds:

@@ -55,7 +55,7 @@ class Reader:
             reply = await worker.prefill(request, by, patience=patience)
         self._answers.num_read = reply.num_tokens
         turn.report.small_read(reply)
-        cache_access(turn, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
+        cache_access(turn.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._prefixes.file_prompt(turn, small.name, worker.id, reply)
         return Read(worker, reply.cache_id, reply.num_tokens, cached_tokens=reply.cached_tokens)
 

@@ -19,6 +19,7 @@ from watchfiles import Change, awatch
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
+from workers.api.tasks import end
 
 DEBOUNCE_MS = 200  # a file that is written in pieces is read once
 LOOK_MS = 2000  # so often the file is looked at in any case: not every change is told
@@ -62,8 +63,7 @@ async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[No
         yield
     finally:
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await end(task)
 
 
 async def reload(gateway: Gateway, source: Source) -> str | None:

@@ -126,9 +126,9 @@ def _choice(shape: ChatShape, choice: Body) -> Body:
 def _told(turn: Turn, error: Exception) -> KvrelayError:
     """What an error after content is told as."""
     if isinstance(error, KvrelayError):
-        log.info("stream_broke_off", request_id=turn.id, code=error.code)
+        log.info("stream_broke_off", code=error.code)
         return error
-    log.error("internal_error", request_id=turn.id, **loggable(error))
+    log.error("internal_error", **loggable(error))
     return errors.InternalError("internal error")
 
 

@@ -29,6 +29,7 @@ from gateway.quotas import Quotas
 from gateway.settings import Settings, WorkerSettings, read_secret
 from gateway.tenants import AdminKey, Tenants
 from gateway.usage import Usage
+from workers.api.tasks import end
 
 log = structlog.get_logger()
 
@@ -100,7 +101,8 @@ class Gateway:
         self._watch = asyncio.create_task(self.parts.fleet.watch())
 
     async def stop(self) -> None:
-        await _ended(self._watch)
+        if self._watch is not None:
+            await end(self._watch)
         if self._retiring:
             await asyncio.wait(self._retiring, timeout=STOP_S)
         await self.parts.prefixes.aclose()
@@ -137,7 +139,8 @@ class Gateway:
         after.parts.fleet.show_circuits()
         self.metrics.config_generation.set(after.generation)
         self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
-        await _ended(watch)
+        if watch is not None:
+            await end(watch)
         self._retire(before, after)
 
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
@@ -182,10 +185,3 @@ async def _closed(one: Snapshot, but: Snapshot) -> None:
         await one.parts.prefixes.aclose()
         await one.parts.quotas.aclose()
     await one.parts.fleet.aclose(but=but.parts.fleet)
-
-
-async def _ended(task: asyncio.Task[None] | None) -> None:
-    """Whoever waits for that can be cancelled meanwhile."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})

@@ -36,7 +36,7 @@ async def transferred(course: Course, source: Read, worker: Worker, plan: Transf
             await parts.prefixes.forget(turn, source.worker.tier, source.found)
         raise
     made, count = reply.cache_id, reply.num_tokens
-    cache_access(turn, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source.cache_id)
+    cache_access(turn.tenant, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source.cache_id)
     return Handed(worker, reply, took_s)
 
 

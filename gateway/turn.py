@@ -134,7 +134,6 @@ class Report:
 class Turn:
     """One request under way. `phase` says where it stands, for the day its client hangs up."""
 
-    id: str
     tenant: Tenant
     request: AskedFor
     deadline: Deadline

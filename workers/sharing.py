@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from workers.api.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
+from workers.api.tasks import end
 
 R = TypeVar("R")
 
@@ -88,9 +89,8 @@ class SharedWork(Generic[R]):
     async def _stop(self, key: Hashable, job: Job[R]) -> None:
         """End a job that nobody waits for. No newcomer may join it: it is unlisted first."""
         self._unlist(key, job)
-        if job.task is not None and not job.task.done():
-            job.task.cancel()
-            await asyncio.wait({job.task})
+        if job.task is not None:
+            await end(job.task)
 
     def _unlist(self, key: Hashable, job: Job[R]) -> None:
         if self._jobs.get(key) is job:

@@ -32,7 +32,7 @@ async def let_in(request: Request) -> None:
     if snapshot.admin_key is None:
         raise no_such_route(request)
     snapshot.admin_key.check(request.headers.get("authorization"))
-    log.info("admin", request_id=request.state.request_id, method=request.method, path=request.url.path)
+    log.info("admin", method=request.method, path=request.url.path)
 
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(let_in)], include_in_schema=False)

@@ -38,7 +38,7 @@ async def transfer(request: Request) -> Response:
 def _call(request: Request, tenant: Tenant) -> CacheCall:
     snapshot: Snapshot = request.state.snapshot
     deadline = Deadline.after(snapshot.settings.deadlines.request_s)
-    return CacheCall(request.state.request_id, tenant, snapshot.parts, deadline)
+    return CacheCall(tenant, snapshot.parts, deadline)
 
 
 async def _replied(request: Request, phase: str, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -97,7 +97,7 @@ async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
     named = None
     if asked.kv_transfer_params is not None:
         named = Named(await parts.caches.find(tenant, asked.kv_transfer_params.cache_id, parts.fleet))
-    return Turn(state.request_id, tenant, asked, deadline, state.arrived_at, waited_s=taken.waited_s, named=named)
+    return Turn(tenant, asked, deadline, state.arrived_at, waited_s=taken.waited_s, named=named)
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:

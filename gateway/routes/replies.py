@@ -39,7 +39,7 @@ def no_such_route(request: Request) -> NotFound:
 async def on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvrelayError)
     if errors.for_client(error) is not error:
-        log.warning("upstream_error", request_id=request.state.request_id, code=error.code, error=error.message)
+        log.warning("upstream_error", code=error.code, error=error.message)
     return error_reply(error)
 
 

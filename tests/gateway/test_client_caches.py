@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, right_answer, text, told
 from tests.gateway.test_tenants import KEYS, TENANTS, key
 from workers.api.errors import BundleUnusable, CacheNotFound, TransferFailed
+from workers.api.trail import add_request_id
 
 UNKNOWN = "kvc-" + "0" * 32
 
@@ -162,7 +163,7 @@ async def test_models_and_minutes_bound_them_too() -> None:
 
 
 async def test_every_access_leaves_a_line(stack: Stack) -> None:
-    with capture_logs() as logged:
+    with capture_logs([add_request_id]) as logged:
         read = await made(stack, tenant_salt="ab" * 32)
         handed = (await mapped(stack, read["cache_id"])).json()
         await ask(stack, handed["cache_id"])

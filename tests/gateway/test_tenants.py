@@ -18,6 +18,7 @@ from gateway.settings import from_values, read_secret
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
 from workers.api.fake import FAKE_SECRET
+from workers.api.trail import add_request_id
 
 KEYS = {"default": "key-of-default", "acme": "key-of-acme"}
 TENANTS = {name: {"api_keys": [hashlib.sha256(key.encode()).hexdigest()]} for name, key in KEYS.items()}
@@ -157,7 +158,7 @@ async def test_a_tenant_uses_the_models_that_it_may() -> None:
 
 
 async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_prompt(stack: Stack) -> None:
-    with capture_logs() as logged:
+    with capture_logs([add_request_id]) as logged:
         reply = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})
     lines = [line for line in logged if line["event"] == "cache_access"]
     assert [(line["access"], line["worker"]) for line in lines] == [

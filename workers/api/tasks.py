@@ -1,8 +1,9 @@
-"""How much runs at once in this process: what workers and gateway alike tell in their metrics."""
+"""Tasks of the event loop: ended in good order, and counted, as workers and gateway alike tell in their metrics."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 
 def num_tasks() -> int:
@@ -11,3 +12,12 @@ def num_tasks() -> int:
         return len(asyncio.all_tasks())
     except RuntimeError:
         return 0
+
+
+async def end(task: asyncio.Future[Any]) -> None:
+    """Cancels the task, and waits until it has cleaned up. How it ended is looked at, so that a failure is not reported
+    as forgotten. Whoever waits for it can be cancelled meanwhile."""
+    if task.cancel():
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from workers.api import tracing
 from workers.api.errors import RequestTooLarge, RequestTooSlow, Unauthorized
 from workers.api.schemas import SECRET_HEADER
-from workers.api.trail import loggable, request_id, taken_up
+from workers.api.trail import loggable, taken_up
 from workers.metrics import WorkerMetrics
 from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply, internal_error
 
@@ -141,7 +141,7 @@ class Record:
             self._metrics.requests.labels(route, str(status)).inc()
             if route not in UNLOGGED:
                 took_ms = round((time.monotonic() - began) * 1000, 1)
-                log.info("call", request_id=request_id.get(), route=route, status=status, took_ms=took_ms)
+                log.info("call", route=route, status=status, took_ms=took_ms)
 
 
 @contextmanager

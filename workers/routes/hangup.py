@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from workers.api.tasks import end
 from workers.routes.replies import ClientGone
 
 R = TypeVar("R")
@@ -24,17 +25,10 @@ async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive) -> R:
             return working.result()
         raise ClientGone
     finally:
-        await _stop(working)
-        await _stop(gone)
+        await end(working)
+        await end(gone)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stop(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report it as lost

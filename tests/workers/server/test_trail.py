@@ -21,6 +21,7 @@ from gateway import settings
 from gateway.app import create_app
 from tests.workers.server.support import SECRET, TALK, Served, chat_request
 from workers.api import tracing
+from workers.api.trail import add_request_id
 from workers.process import configure_logging
 
 CANARY = "".join(("can", "ary"))  # a log of the place holds the line that raised it
@@ -60,7 +61,7 @@ async def gateway_over(pair: tuple[Served, Served]) -> AsyncIterator[httpx.Async
 
 async def test_one_id_is_found_in_all_logs(pair: tuple[Served, Served]) -> None:
     async with gateway_over(pair) as http:
-        with capture_logs() as logged:
+        with capture_logs([add_request_id]) as logged:
             reply = await http.post("/v1/chat/completions", json=ESCALATED, headers={"x-request-id": "mine-1"})
     assert reply.json()["kvrelay"]["path"] == "mapped", reply.text
     ours = [line for line in logged if line.get("request_id") == "mine-1"]

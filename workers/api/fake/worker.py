@@ -50,6 +50,7 @@ from workers.api.schemas import (
     TransferRequest,
     WorkerInfo,
 )
+from workers.api.tasks import end
 
 T = TypeVar("T")
 Work = Callable[[Body], Awaitable[Body | Response]]
@@ -322,5 +323,4 @@ class FakeWorker(Faulty):
             return task.result()
         finally:
             for one in (task, gone):
-                one.cancel()
-            await asyncio.wait({task, gone})
+                await end(one)
