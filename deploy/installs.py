@@ -3,7 +3,8 @@
     python -m deploy.installs gateway
     python -m deploy.installs worker        torch included: some minutes, and gigabytes
 
-Status 0: the image would build, as far as installing goes.
+TORCH_INDEX in the environment does what the build argument of that name does. Status 0: the image would build, as far
+as installing goes.
 """
 
 from __future__ import annotations

@@ -10,4 +10,8 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(--map-root-user)
-exec unshare "${as_root[@]}" --mount --net --pid --fork --kill-child --mount-proc "$PYTHON" -m deploy.smoke "$@"
+export PYTHONDONTWRITEBYTECODE=1
+# Who ends this script, in whatever way, ends all of them: unshare by itself would go on.
+setpriv --pdeathsig KILL unshare "${as_root[@]}" --mount --net --pid --fork --kill-child --mount-proc \
+    "$PYTHON" -m deploy.smoke "$@" &
+wait $!

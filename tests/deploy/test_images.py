@@ -1,17 +1,22 @@
-"""The Dockerfile: linted; the gateway's image has what it needs of a worker, and no more."""
+"""The Dockerfile: linted; the gateway's image has what it needs of a worker, and no more; both can trace."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from deploy.composed import DOCKERFILE, REPOSITORY
 from deploy.installs import commands, copies, copy
 
 IMAGES = REPOSITORY / "deploy" / "images"
+WITHOUT_OTEL = "import sys; sys.modules['opentelemetry'] = None; "
 WITHOUT_TORCH = """
 import sys
 for name in ("torch", "transformers", "mappers", "numpy"):
@@ -53,6 +58,30 @@ def test_the_gateways_build_stops_where_torch_can_be_imported() -> None:
     check = commands("gateway-build")[-1].rpartition("&&")[2].replace("python", sys.executable, 1)
     stopped = subprocess.run(["sh", "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
     assert stopped.returncode == 1 and "AssertionError" in stopped.stderr
+
+
+@pytest.mark.parametrize("image", ["gateway", "worker"])
+def test_the_build_stops_where_tracing_cannot_be_switched_on(image: str) -> None:
+    """It installs what tracing needs, and tries it."""
+    *_, install, tracing, _ = (one for command in commands(f"{image}-build") for one in command.split("&&"))
+    assert re.search(r"\.\[(\w+,)?otel\]", install)
+    python, *options, code = shlex.split(tracing)
+    assert python == "python"
+    for before, status in (("", 0), (WITHOUT_OTEL, 1)):
+        tried = subprocess.run([sys.executable, *options, before + code], capture_output=True, text=True)
+        assert (tried.returncode, "CannotTrace" in tried.stderr) == (status, bool(status)), tried.stderr
+
+
+def test_everything_that_is_required_is_pinned() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pinned = {_normal(line.partition("==")[0]) for line in lines if "==" in line}
+    assert {_normal(Requirement(one).name) for one in required} <= pinned
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.parametrize("script", ["healthy", "make-models"])

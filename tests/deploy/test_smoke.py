@@ -1,12 +1,16 @@
 """What deploy/smoke.sh stands on: a world in which the compose file's paths and names are there, and this machine's as
-they were. The whole of it takes two models' start; run it by hand: deploy/smoke.sh."""
+they were; and an end that takes all of it along. The whole takes two models' start; run it by hand: deploy/smoke.sh."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from deploy.composed import REPOSITORY
 
@@ -40,3 +44,21 @@ def test_the_world_of_the_smoke_test(require_tool: Callable[[str], str]) -> None
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("as the containers see it\n")
     assert sorted(os.listdir("/etc")) == shown, "nothing of this machine is touched"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_who_ends_the_smoke_test_ends_its_services(
+    number: signal.Signals, require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    require_tool("unshare")
+    service = tmp_path / "python"  # stands for what smoke.py starts: it does not end by itself
+    service.write_text("#!/bin/sh\nsleep 600 &\necho started\nwait\n")
+    service.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(service)}
+    smoke = subprocess.Popen(
+        [REPOSITORY / "deploy" / "smoke.sh"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with smoke:
+        assert smoke.stdout is not None and smoke.stdout.readline() == b"started\n"
+        smoke.send_signal(number)
+        assert smoke.stdout.read() == b"", "the pipe ends with the last process that holds it"
