@@ -74,7 +74,7 @@ def test_the_build_stops_where_tracing_cannot_be_switched_on(image: str) -> None
 
 def test_everything_that_is_required_is_pinned() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    required = sum(project["optional-dependencies"].values(), start=project["dependencies"])
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pinned = {_normal(line.partition("==")[0]) for line in lines if "==" in line}
     assert {_normal(Requirement(one).name) for one in required} <= pinned
