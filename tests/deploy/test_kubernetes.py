@@ -1,11 +1,14 @@
-"""The example for Kubernetes: two workers of one pod that share memory, contained, and reached by nobody else."""
+"""The example for Kubernetes: of its schemas; two workers of one pod that share memory, contained, reached by nobody
+else."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -28,6 +31,17 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 PODS = dict(pods())
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.37"])
+def test_it_fits_the_schemas_of_kubernetes(version: str) -> None:
+    """Strictly: a key that is not known is none."""
+    for manifest in MANIFESTS:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    wrong = copy.deepcopy(named("Deployment", "kvrelay-gateway"))
+    wrong["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(wrong, version, strict=True)
 
 
 @pytest.mark.parametrize("name", PODS)
