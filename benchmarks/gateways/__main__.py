@@ -13,7 +13,7 @@ import uvloop
 
 from benchmarks.gateways import __doc__ as what
 from benchmarks.gateways.load import Load, Target
-from benchmarks.gateways.measure import Measured, Row, Sizes, measure
+from benchmarks.gateways.measure import Measured, Row, Sizes, measure, soak
 from benchmarks.gateways.peers import PEERS, ROOT, Peer, new_key
 from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
 from benchmarks.gateways.stub import MODEL
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments().parse_args(argv)
     sizes = Sizes(**{one.name: getattr(asked, one.name) for one in fields(Sizes)})
     try:
-        rows = _measured([PEERS[name] for name in asked.only or PEERS], asked.venvs, sizes, asked.words)
+        rows = _measured([PEERS[name] for name in asked.only or PEERS], asked, sizes)
     except (DidNotStart, subprocess.CalledProcessError) as error:
         print(f"gateways: {error}", file=sys.stderr)
         return 1
-    print(render(HEAD, [_line(row) for row in rows]))
+    print(_soaked(rows) if asked.soak else render(HEAD, [_line(row) for row in rows]))
     told = {"machine": machine(), "commit": commit(), "words": asked.words, "sizes": asdict(sizes)}
     write_json(asked.json, told | {"rows": [row.told() for row in rows]})
     return int(any(row.errors for row in rows))
@@ -48,6 +48,7 @@ def _arguments() -> argparse.ArgumentParser:
     own = ROOT / ".kvrelay" / "peers"
     parser.add_argument("--venvs", type=Path, default=own, metavar="DIR", help="where the others are installed")
     parser.add_argument("--words", type=int, default=8, help="of an answer that is not streamed")
+    parser.add_argument("--soak", action="store_true", help="nothing but memory, over --memory-requests")
     for one in fields(Sizes):
         kind = float if isinstance(one.default, float) else int
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default, metavar="N")
@@ -55,8 +56,8 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _measured(peers: list[Peer], venvs: Path, sizes: Sizes, num_words: int) -> list[Row]:
-    binaries = {peer.name: peer.binaries(venvs) for peer in peers}
+def _measured(peers: list[Peer], asked: argparse.Namespace, sizes: Sizes) -> list[Row]:
+    binaries = {peer.name: peer.binaries(asked.venvs) for peer in peers}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         upstream = stack.enter_context(_stub(folder)).port
@@ -64,9 +65,11 @@ def _measured(peers: list[Peer], venvs: Path, sizes: Sizes, num_words: int) -> l
         for peer in peers:
             key = new_key()
             server = stack.enter_context(_started(peer, folder, upstream, key, binaries[peer.name]))
-            load = Load(Target(server.port, key, MODEL), num_words=num_words)
+            load = Load(Target(server.port, key, MODEL), num_words=asked.words)
             gateways.append(Measured(peer.name, server, load, peer.share))
-        alone = Load(Target(upstream, "none", MODEL), num_words=num_words)
+        if asked.soak:
+            return uvloop.run(soak(gateways, sizes))
+        alone = Load(Target(upstream, "none", MODEL), num_words=asked.words)
         return uvloop.run(measure(gateways, alone, sizes))
 
 
@@ -92,6 +95,16 @@ def _line(row: Row) -> list[object]:
     cost, added = (row.cpu_ms, row.per_s), (row.added_p50_ms, row.added_p99_ms)
     streams, rss = (row.streams_whole, row.streams_dropped), (round(row.rss_mib[0]), round(row.rss_mib[-1]))
     return [row.gateway, *cost, *added, *streams, *rss, row.memory_requests]
+
+
+def _soaked(rows: Sequence[Row]) -> str:
+    """Memory after each tenth of the requests."""
+    lines = []
+    for row in rows:
+        tenth = row.memory_requests // (len(row.rss_mib) - 1)
+        lines += [[row.gateway, index * tenth, f"{mib:.1f}"] for index, mib in enumerate(row.rss_mib)]
+        lines.append([row.gateway, "growth for 10,000, second half", f"{row.growth_mib or 0:+.2f}"])
+    return render(("gateway", "requests", "RSS MiB"), lines)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from benchmarks.gateways.processes import Server
 
 HELD = 0.95  # of the pace: less was not held, and the times of those that waited tell nothing
 WARM_UP = 20  # requests
-MEMORY_MARKS = 4
+MEMORY_MARKS = 10
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Measured:
 @dataclass(frozen=True)
 class Row:
     """What is told of one. `added_*` is over the upstream alone, None where the pace was not held; `rss_mib` at the
-    beginning, after each quarter and at the end of `memory_requests`."""
+    beginning and after each tenth of `memory_requests`, `growth_mib` its growth for 10,000 of them, over the second
+    half: next to nothing where memory is level."""
 
     gateway: str
     cpu_ms: float | None
@@ -61,6 +62,7 @@ class Row:
     streams_whole: int
     streams_dropped: int
     rss_mib: list[float]
+    growth_mib: float | None
     memory_requests: int
     errors: int
 
@@ -84,9 +86,14 @@ async def measure(gateways: list[Measured], upstream: Load, sizes: Sizes) -> lis
         one.streams.add(
             await one.load.streams(sizes.streams, num_words=sizes.stream_words, every_ms=sizes.every_ms)
         )
+    return await soak(gateways, sizes, alone)
+
+
+async def soak(gateways: list[Measured], sizes: Sizes, alone: Outcome | None = None) -> list[Row]:
+    """What many requests make of their memory; and what was measured before."""
     for one in gateways:
         await _filled(one, sizes)
-    return [row_of(one, alone, sizes.per_s) for one in gateways]
+    return [row_of(one, alone or Outcome(), sizes.per_s) for one in gateways]
 
 
 def can_hold(measured_per_s: Iterable[float], per_s: float) -> bool:
@@ -105,9 +112,19 @@ def row_of(one: Measured, alone: Outcome, per_s: float) -> Row:
         streams_whole=one.streams.num_answered,
         streams_dropped=one.streams.errors,
         rss_mib=[round(mib, 1) for mib in one.rss_mib],
+        growth_mib=growth_mib(one.rss_mib, one.memory_requests),
         memory_requests=one.memory_requests,
         errors=one.errors + one.paced.errors,
     )
+
+
+def growth_mib(rss_mib: Sequence[float], num_requests: int) -> float | None:
+    """For 10,000 requests, over the second half of so many; None where nothing was measured."""
+    half = rss_mib[len(rss_mib) // 2 :]
+    if len(half) < 2 or not num_requests:
+        return None
+    share = (len(half) - 1) / (len(rss_mib) - 1)
+    return round((half[-1] - half[0]) / (num_requests * share) * 10_000, 2)
 
 
 async def _saturated(one: Measured, sizes: Sizes) -> None:

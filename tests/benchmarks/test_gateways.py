@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.gateways.__main__ import main
 from benchmarks.gateways.load import Load, Outcome, Target, is_whole_stream
-from benchmarks.gateways.measure import Measured, can_hold, row_of
+from benchmarks.gateways.measure import Measured, can_hold, growth_mib, row_of
 from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
 from benchmarks.gateways.stub import WORD, chunked, frame
 
@@ -93,14 +94,30 @@ def test_what_a_process_and_its_children_use_is_counted(tmp_path: Path) -> None:
         assert server.rss_mib > 10
 
 
+@pytest.mark.parametrize(
+    ("rss_mib", "growth"),
+    [([50.0, 90.0, 90.0, 90.0, 90.0], 0.0), ([50.0, 60.0, 70.0, 80.0, 90.0], 4.0), ([50.0], None), ([], None)],
+)
+def test_memory_grows_where_its_second_half_does(rss_mib: list[float], growth: float | None) -> None:
+    assert growth_mib(rss_mib, 100_000) == growth
+
+
+def test_a_tiny_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--only", "kvrelay", "--soak", "--memory-requests", "40", "--connections", "2"]
+    assert main([*options, "--json", str(tmp_path / "told.json")]) == 0
+    [row] = json.loads((tmp_path / "told.json").read_text())["rows"]
+    assert (row["memory_requests"], len(row["rss_mib"]), row["cpu_ms"]) == (40, 11, None)
+    assert re.search(rf"kvrelay +40 +{row['rss_mib'][-1]}\n", capsys.readouterr().out)
+
+
 def test_a_tiny_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"rounds": 1, "requests": 20, "connections": 4, "per-s": 5, "seconds": 0.4, "streams": 5}
-    sizes |= {"stream-words": 3, "every-ms": 10, "memory-requests": 8}
+    sizes |= {"stream-words": 3, "every-ms": 10, "memory-requests": 20}
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     assert main(["--only", "kvrelay", *options, "--json", str(tmp_path / "told.json")]) == 0
     told = json.loads((tmp_path / "told.json").read_text())
     [row] = told["rows"]
     assert row["gateway"] == "kvrelay" and row["gateway"] in capsys.readouterr().out
     assert (row["streams_whole"], row["streams_dropped"], row["errors"]) == (5, 0, 0)
-    assert row["cpu_ms"] > 0 and row["per_s"] > 0 and row["memory_requests"] == 8 and len(row["rss_mib"]) == 5
+    assert row["cpu_ms"] > 0 and row["per_s"] > 0 and row["memory_requests"] == 20 and len(row["rss_mib"]) == 11
     assert told["sizes"]["streams"] == 5 and told["commit"]
