@@ -39,6 +39,10 @@ class Tier:
         """Some worker was seen to be well, and its circuit lets calls through."""
         return any(worker.is_usable and worker.info is not None for worker in self.workers.values())
 
+    @property
+    def is_ready(self) -> bool:
+        return any(worker.is_ready for worker in self.workers.values())
+
     def pick(
         self, preferred: str | None = None, avoid: Collection[str] = (), *, patience: Deadline | None = None
     ) -> Worker:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-from gateway.breaker import Attempt, Breaker
+from gateway.breaker import Attempt, Breaker, State
 from gateway.deadline import Deadline
 from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
@@ -82,6 +82,11 @@ class Worker:
     @property
     def is_usable(self) -> bool:
         return self._is_in_service and self.breaker.admits
+
+    @property
+    def is_ready(self) -> bool:
+        """Was seen to be well, and its circuit is not open: while that is half open, calls wait for its trials."""
+        return self._is_in_service and self.info is not None and self.breaker.state is not State.OPEN
 
     def may_be_usable_by(self, patience: Deadline) -> bool:
         """Nothing but its circuit keeps calls away, and that may let one through until then."""

@@ -23,7 +23,7 @@ async def livez(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """503 while draining, or with no usable tier."""
     gateway = request.app.state.gateway
-    tiers = {name: tier.is_usable for name, tier in gateway.parts.fleet.tiers.items()}
+    tiers = {name: tier.is_ready for name, tier in gateway.parts.fleet.tiers.items()}
     if gateway.is_draining:
         return json_reply({"status": "draining", "tiers": tiers}, 503)
     if not any(tiers.values()):
