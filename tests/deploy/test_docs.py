@@ -48,8 +48,7 @@ def of(*kind: str) -> Any:
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
-    data = {("json",), ("yaml",), ("yaml", "kvrelay")}
-    known = {("text",), ("python",), *data, ("sh", "run"), *(("sh", need) for need in NEEDS)}
+    known = {("text",), ("python",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
     assert {block.kind for block in BLOCKS} <= known
 
 
@@ -116,11 +115,6 @@ def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
     path.write_text(block.text)
     for worker in settings.load(path).workers:
         read_settings(path, worker)
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind in (("json",), ("yaml",))])
-def test_data_is_well_formed(block: Block) -> None:
-    assert yaml.safe_load(block.text), "JSON is YAML, too"
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)

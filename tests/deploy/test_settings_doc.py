@@ -1,0 +1,94 @@
+"""docs/settings.md names every setting there is, with its default, and none that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from deploy.composed import REPOSITORY
+from gateway import settings as gateway
+from gateway.breaker import BreakerSettings
+from gateway.policies import POLICIES
+from gateway.policies.budget import Budget
+from gateway.policies.rules import Condition, Rule
+from workers import settings as workers
+from workers.api.heartbeat import DiscoverySettings
+from workers.api.tracing import TracingSettings
+
+ROW = re.compile(r"^\| `(?P<key>\w+)` \| (?P<default>`[^|]*`|[^`|]+) \| (?P<meaning>[^|]+) \|$")
+ELSEWHERE = {"id", "tracing", "discovery"}  # of a worker: its key in the file, and sections of their own
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "tiers": gateway.TierSettings,
+    "server": gateway.ServerSettings,
+    "registry": gateway.RegistrySettings,
+    "tenants": gateway.TenantSettings,
+    "limits": gateway.Limits,
+    "deadlines": gateway.Deadlines,
+    "handoff": gateway.HandoffSettings,
+    "shadow": gateway.ShadowSettings,
+    "breaker": BreakerSettings,
+    "discovery": DiscoverySettings,
+    "tracing": TracingSettings,
+    "admin": gateway.AdminSettings,
+    "a rule": Rule,
+    "when": Condition,
+    "budget": Budget,
+    "workers": workers.WorkerSettings,
+    "gate": workers.Gate,
+    "tcp": workers.TcpSettings,
+} | {name: policy for name, policy in POLICIES.items() if policy.model_fields}
+
+
+class Row(NamedTuple):
+    section: str
+    key: str
+    default: str
+    meaning: str
+
+
+def rows() -> list[Row]:
+    found, section = [], ""
+    for line in (REPOSITORY / "docs" / "settings.md").read_text().splitlines():
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        elif (row := ROW.match(line)) and section != "Settings":
+            found.append(Row(section, *row.groups()))
+    return found
+
+
+def fields(section: str) -> Mapping[str, FieldInfo]:
+    """At the top, those that are no section of their own, but for the ones that a section tells more of."""
+    if section != "At the top":
+        return {key: field for key, field in SECTIONS[section].model_fields.items() if key not in ELSEWHERE}
+    own = SECTIONS.keys() - {"tiers", "workers", "tenants"}
+    return {key: field for key, field in gateway.Settings.model_fields.items() if key not in own}
+
+
+BY_SECTION = {section: list(some) for section, some in groupby(rows(), lambda row: row.section)}
+
+
+def test_every_section_is_told_of() -> None:
+    assert BY_SECTION.keys() == SECTIONS.keys() | {"At the top"}
+
+
+@pytest.mark.parametrize("section", BY_SECTION)
+def test_every_setting_is_told_of(section: str) -> None:
+    assert {row.key for row in BY_SECTION[section]} == set(fields(section))
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.section}-{row.key}")
+def test_a_default_that_is_told_is_the_default(row: Row) -> None:
+    field = fields(row.section)[row.key]
+    if field.is_required():
+        assert row.default == "required"
+    elif field.default_factory is None:
+        kind: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation())
+        assert kind.validate_python(yaml.safe_load(row.default.strip("`"))) == field.default
