@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mappers.collect import Block, Group, Wanted
+from mappers.collect import Group, Wanted
 from mappers.errors import CalibrationTooSmall, MapperError
 from mappers.exact import Target
 from mappers.forward import forward_path
 from mappers.hidden import Projections, projected
 from mappers.judge import Judge
-from mappers.manifest import KINDS
+from mappers.manifest import KINDS, Block
 from mappers.methods import Method, Solution
 from mappers.methods.base import TINY
 

@@ -21,7 +21,7 @@ from mappers.checkpoint import Checkpoint, Saved
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch
 from mappers.exact import CopyFinder, Target
 from mappers.hidden import check_projections, listened, projections
-from mappers.manifest import KINDS, Kind
+from mappers.manifest import KINDS, Block, Kind
 from mappers.methods import Layout
 from mappers.models import context_of, geometry_of, read
 from mappers.rope import Rope
@@ -32,7 +32,6 @@ HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
 SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents, and tokens of each, that are kept to be read again
 
-Block = tuple[Kind, int]  # a source layer's keys, or its values
 Wanted = tuple[Literal["keys", "values", "hidden"], int]  # of a target layer: keys, values, what they are made from
 Progress = Callable[[int, int | None], None]  # tokens done, tokens to do if known
 

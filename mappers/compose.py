@@ -20,7 +20,7 @@ from mappers.methods import Solution
 from mappers.methods.base import Factored
 from mappers.plan import weight_name
 from mappers.rope import TOLERANCE
-from mappers.stored import Whole, blocks_of, stored
+from mappers.stored import Whole, stored
 
 COMPOSED = "composed"
 
@@ -61,7 +61,7 @@ def _output(
         return inner_specs[copied], _renamed(first, copied[1], layer, kind)
     # 2. Every block that the second map reads is an output of the first.
     inner = {block: Whole.of(first, block[1], block[0]).multiplied for block in outer.blocks}
-    blocks = tuple(sorted({block for spec in inner_specs.values() for block in blocks_of(spec)}))
+    blocks = tuple(sorted({block for spec in inner_specs.values() for block in spec.blocks}))
     weight = torch.cat([sum_of([inner[b].rows(a) @ outer.rows(b) for b in outer.blocks]) for a in blocks])
     constant = sum_of([inner[b].bias @ outer.rows(b) for b in outer.blocks])
     # 3. In as many factors as the second map has.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mappers.collect import Block, Group
+from mappers.collect import Group
+from mappers.manifest import Block
 from mappers.methods.ridge import cholesky_solve
 
 RIDGE = 1e-3  # relative to each block's own scale; for the comparison only

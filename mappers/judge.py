@@ -19,9 +19,9 @@ from torch import Tensor
 
 from mappers.attention import Attending, paid_out, scores_of, watched
 from mappers.cache import KVCache
-from mappers.collect import Block
 from mappers.errors import CalibrationTooSmall
 from mappers.exact import Target
+from mappers.manifest import Block
 from mappers.methods import Solution
 from mappers.models import read
 from mappers.rope import Rope

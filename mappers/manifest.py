@@ -21,6 +21,7 @@ DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
 
 Kind = Literal["keys", "values"]
+Block = tuple[Kind, int]  # a source layer's keys, or its values
 Precision = Literal["float16", "float32", "mixed"]  # of the matrices; mixed: float16 where it costs little
 KINDS: tuple[Kind, Kind] = ("keys", "values")
 
@@ -66,6 +67,12 @@ class OutputSpec(Frozen):
     heads: tuple[tuple[int, ...], ...] = Field(default=(), exclude_if=_is_unset)
     ridge: float | None = None
     r2: float | None = None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What the output is computed from, in the order of its matrix's rows."""
+        keys: tuple[Block, ...] = tuple(("keys", layer) for layer in self.key_layers)
+        return keys + tuple(("values", layer) for layer in self.value_layers)
 
 
 class LayerSpec(Frozen):

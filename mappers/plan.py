@@ -1,13 +1,14 @@
 """How one chunk of tokens is mapped: the arithmetic of a bundle, laid out for speed.
 
-    source chunk ──strip──►  keys   (T, C)  one column block of width w for each source layer that is needed
-                 ──copy───►  values (T, C)
+    source chunk ──strip──►  keys   │  features: a block for each key layer, then for each value layer, that is needed
+                 ──copy───►  values │  side by side (T, C), or for weights matched by heads head after head (n, T, D)
     target layer t:  out (T, W) = bias + Σ over runs of neighbouring blocks: features[:, run] @ weight
                      keys: RoPE applied;  both handed out as (H, T, D) views of token-major memory
 
 Neighbouring source layers are one matmul on a slice, so features are never gathered. A factored weight is two thin
-matmuls, one matched by heads is small ones, from a source head's columns to a target head's. Weights that are kept as
-halves multiply features rounded to halves; all sums are float32. Scratch is bounded by the chunk.
+matmuls. One matched by heads is small ones, from a source head to the neighbouring target heads that share it; they run
+at full speed on heads that lie together in memory. Weights that are kept as halves multiply features rounded to halves;
+all sums are float32. Scratch is bounded by the chunk.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
 from mappers.errors import BundleCorrupt
-from mappers.manifest import COPY, KINDS, Kind, Manifest
+from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec
 from mappers.rope import Factors, Rope, inverse, rotate
 
-Block = tuple[Kind, int]  # column block of a feature matrix
-Features = Mapping[Kind, Sequence[int]]  # the source layers that stand in the feature matrix of each kind, ascending
+Form = Literal["whole", "by_head"]  # of the features
 
 
 class Workspace:
     """Scratch of one thread, reused from chunk to chunk and grown when a longer one comes."""
 
     def __init__(self, manifest: Manifest, device: torch.device):
-        self._features, self._rank = features_of(manifest), rank_of(manifest)
+        self._blocks, self._rank = blocks_of(manifest), rank_of(manifest)
         self._source, self._target = manifest.source.geometry, manifest.target.geometry
         self._device = device
         self._num_tokens = 0
@@ -46,8 +49,8 @@ class Workspace:
         span = (chunk.start, chunk.num_tokens, self._device)
         strip = [inverse(*factors) for factors in source_rope.span(*span)]
         work.set_ropes(_by_layer(strip, source_rope), _by_layer(target_rope.span(*span), target_rope))
-        for kind in KINDS:
-            work.lay_out(kind, self._features[kind])
+        for form, blocks in self._blocks.items():
+            work.lay_out(form, blocks)
         return work
 
     @property
@@ -55,54 +58,65 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _allocate(self, num_tokens: int) -> None:
-        def empty(heads: int, dim: int) -> Tensor:
-            return torch.empty(num_tokens, heads, dim, device=self._device)
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=self._device)
 
         source, target = self._source, self._target
-        for kind in KINDS:
-            blocks = len(self._features[kind])
-            self._buffers[f"{kind}.features"] = empty(blocks * source.num_kv_heads, source.head_dim)
-            self._buffers[f"{kind}.out"] = empty(target.num_kv_heads, target.head_dim)
-        self._buffers["rotated"] = empty(target.num_kv_heads, target.head_dim)
-        self._buffers["inner"] = torch.empty(num_tokens, self._rank, device=self._device)
+        heads = {form: len(blocks) * source.num_kv_heads for form, blocks in self._blocks.items()}
+        out = (num_tokens, target.num_kv_heads, target.head_dim)
+        self._buffers = {
+            "whole": empty(num_tokens, heads["whole"], source.head_dim),
+            "by_head": empty(heads["by_head"], num_tokens, source.head_dim).transpose(0, 1),
+            "inner": empty(num_tokens, self._rank),
+            "keys": empty(*out),
+            "values": empty(*out),
+            "rotated": empty(*out),
+        }
         self._num_tokens = num_tokens
 
 
 class Chunk:
-    """One chunk being mapped: the source's tensors, the features made of them, and where outputs go."""
+    """One chunk being mapped: the source's tensors, the features made of them, and where outputs go.
+
+    `buffers` have the tokens first, however they lie in memory.
+    """
 
     def __init__(self, source: KVCache, buffers: dict[str, Tensor]):
         self.source = source
         self._buffers = buffers
-        self._rounded: dict[Kind, Tensor] = {}
+        self._columns: dict[torch.dtype, Tensor] = {}
+        self._heads: dict[torch.dtype, tuple[Tensor, ...]] = {}
 
     def set_ropes(self, strip: Sequence[Factors], apply: Sequence[Factors]) -> None:
         """What takes RoPE off the keys of each source layer, and what puts it on those of each target layer."""
         self._strip, self._apply = strip, apply  # (T, 1, R)
 
-    def lay_out(self, kind: Kind, layers: Sequence[int]) -> None:
-        """Fill the feature matrix of one kind from these source layers."""
+    def lay_out(self, form: Form, blocks: Sequence[Block]) -> None:
+        """Fill the features of this form from these blocks."""
         heads = self.source.geometry.num_kv_heads
-        for block, layer in enumerate(layers):
-            out = self._buffers[f"{kind}.features"][:, block * heads : (block + 1) * heads]  # (T, H, D)
+        for index, (kind, layer) in enumerate(blocks):
+            out = self._buffers[form][:, index * heads : (index + 1) * heads]  # (T, H, D)
             states = self.source.of(kind)[layer].transpose(0, 1)  # (T, H, D)
             if kind == "keys":
                 rotate(states.to(out.device, torch.float32), *self._strip[layer], out)
             else:
                 out.copy_(states)
 
-    def features(self, kind: Kind, dtype: torch.dtype) -> Tensor:
-        """(T, C): stripped keys or values of the needed source layers side by side, as float32 or float16."""
-        features = self._buffers[f"{kind}.features"].flatten(1)
-        if dtype == torch.float32:
-            return features
-        if kind not in self._rounded:
-            self._rounded[kind] = features.to(dtype)
-        return self._rounded[kind]
+    def columns(self, dtype: torch.dtype) -> Tensor:
+        """(T, C): stripped keys and values of the needed source layers side by side, as float32 or float16."""
+        if dtype not in self._columns:
+            self._columns[dtype] = self._buffers["whole"].flatten(1).to(dtype)
+        return self._columns[dtype]
+
+    def heads(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """(T, D) each: the same by head, each together in memory."""
+        if dtype not in self._heads:
+            self._heads[dtype] = self._buffers["by_head"].to(dtype).unbind(1)
+        return self._heads[dtype]
 
     def out(self, kind: Kind) -> Tensor:
         """(T, W): where a target layer's output of this kind is written."""
-        return self._buffers[f"{kind}.out"].flatten(1)
+        return self._buffers[kind].flatten(1)
 
     def inner(self, rank: int) -> Tensor:
         """(T, rank): what stands between two factors."""
@@ -110,7 +124,7 @@ class Chunk:
 
     def finished(self, kind: Kind, layer: int) -> Tensor:
         """What `out` holds as a target layer's cache wants it: (H, T, D), keys with RoPE."""
-        states = self._buffers[f"{kind}.out"]
+        states = self._buffers[kind]
         if kind == "keys":
             states = rotate(states, *self._apply[layer], self._buffers["rotated"])
         return states.transpose(0, 1)
@@ -134,64 +148,82 @@ class Copied(Output):
 
 
 @dataclass(frozen=True)
-class Run:
-    """Columns `[begin, end)` of one feature matrix, times `weight` (end - begin, w), for columns `[at, at + w)` of a
-    matrix; plus `bias` (w,), or without one to what stands there already."""
+class Term(ABC):
+    """Some of the features (T, p), times `weight` (p, w), for columns `[at, at + w)` of a matrix; plus `bias` (w,), or
+    without one to what stands there already."""
 
-    kind: Kind
-    begin: int
-    end: int
     weight: Tensor
+    bias: Tensor | None
     at: int = 0
-    bias: Tensor | None = None
+
+    @abstractmethod
+    def features(self, chunk: Chunk) -> Tensor:
+        """(T, p), of the weight's dtype."""
 
     def add_to(self, out: Tensor, chunk: Chunk) -> None:
         part = out[:, self.at : self.at + self.weight.shape[1]]
-        addend = part if self.bias is None else self.bias
-        features = chunk.features(self.kind, self.weight.dtype)
-        add_product(addend, features[:, self.begin : self.end], self.weight, part)
+        add_product(part if self.bias is None else self.bias, self.features(chunk), self.weight, part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Term):
+    """Neighbouring blocks, the columns from `begin` on."""
+
+    begin: int
+
+    def features(self, chunk: Chunk) -> Tensor:
+        return chunk.columns(self.weight.dtype)[:, self.begin : self.begin + len(self.weight)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Term):
+    """One source head, by its place among all that are needed."""
+
+    index: int
+
+    def features(self, chunk: Chunk) -> Tensor:
+        return chunk.heads(self.weight.dtype)[self.index]
 
 
 @dataclass(frozen=True)
 class Linear(Output):
     kind: Kind
     layer: int  # of the target
-    runs: tuple[Run, ...]
+    terms: tuple[Term, ...]
 
     def of(self, chunk: Chunk) -> Tensor:
         out = chunk.out(self.kind)
-        for run in self.runs:
-            run.add_to(out, chunk)
+        for term in self.terms:
+            term.add_to(out, chunk)
         return chunk.finished(self.kind, self.layer)
 
 
 @dataclass(frozen=True)
 class Factored(Output):
-    """`runs` lead to (T, r), and `up` (r, W) from there."""
+    """`terms` lead to (T, r), and `up` (r, W) from there."""
 
     kind: Kind
     layer: int  # of the target
-    runs: tuple[Run, ...]
+    terms: tuple[Term, ...]
     up: Tensor
     bias: Tensor  # (W,)
 
     def of(self, chunk: Chunk) -> Tensor:
         inner = chunk.inner(len(self.up))
-        for run in self.runs:
-            run.add_to(inner, chunk)
+        for term in self.terms:
+            term.add_to(inner, chunk)
         add_product(self.bias, inner.to(self.up.dtype), self.up, chunk.out(self.kind))
         return chunk.finished(self.kind, self.layer)
 
 
-def features_of(manifest: Manifest) -> Features:
-    """The source layers whose keys, and whose values, some target layer is computed from."""
-    needed: dict[Kind, set[int]] = {"keys": set(), "values": set()}
+def blocks_of(manifest: Manifest) -> dict[Form, list[Block]]:
+    """What stands in the features of each form, since some target layer is computed from it: keys and then values."""
+    needed: dict[Form, set[Block]] = {"whole": set(), "by_head": set()}
     for layer in manifest.layers:
         for spec in (layer.keys, layer.values):
             if spec.method != COPY:
-                needed["keys"].update(spec.key_layers)
-                needed["values"].update(spec.value_layers)
-    return {kind: sorted(layers) for kind, layers in needed.items()}
+                needed["by_head" if spec.heads else "whole"].update(spec.blocks)
+    return {form: sorted(blocks) for form, blocks in needed.items()}
 
 
 def rank_of(manifest: Manifest) -> int:
@@ -226,43 +258,45 @@ class _OutputMaker:
     def __init__(self, manifest: Manifest, weights: Mapping[str, Tensor], halves: bool):
         self._manifest, self._weights, self._halves = manifest, weights, halves
         self._source, self._target = manifest.source.geometry, manifest.target.geometry
-        self._features = features_of(manifest)
+        self._blocks = blocks_of(manifest)
 
     def make(self, layer: int, kind: Kind) -> Output:
         spec = self._manifest.layers[layer].of(kind)
         if spec.method == COPY:
             return Copied(kind, *(spec.key_layers if kind == "keys" else spec.value_layers))
-        blocks: list[Block] = [("keys", self._features["keys"].index(i)) for i in spec.key_layers]
-        blocks += [("values", self._features["values"].index(i)) for i in spec.value_layers]
         bias = self._tensor(weight_name(layer, kind, "bias"), (self._target.width,))
         name = weight_name(layer, kind, "weight")
-        width_in = self._source.width
         if spec.heads:
-            return Linear(kind, layer, tuple(self._head_runs(name, blocks, spec.heads, bias)))
+            return Linear(kind, layer, tuple(self._heads(name, spec, bias)))
+        width_in = self._source.width
+        at = [self._blocks["whole"].index(block) for block in spec.blocks]
         if spec.rank is None:
-            weight = self._tensor(name, (len(blocks) * width_in, self._target.width))
-            return Linear(kind, layer, tuple(_runs(blocks, weight, width_in, bias)))
-        down = self._tensor(name, (len(blocks) * width_in, spec.rank))
+            weight = self._tensor(name, (len(spec.blocks) * width_in, self._target.width))
+            return Linear(kind, layer, tuple(_runs(at, weight, width_in, bias)))
+        down = self._tensor(name, (len(spec.blocks) * width_in, spec.rank))
         up = self._tensor(weight_name(layer, kind, "up"), (spec.rank, self._target.width))
-        return Factored(kind, layer, tuple(_runs(blocks, down, width_in, bias.new_zeros(spec.rank))), up, bias)
+        return Factored(kind, layer, tuple(_runs(at, down, width_in, bias.new_zeros(spec.rank))), up, bias)
 
-    def _head_runs(
-        self, name: str, blocks: list[Block], heads: tuple[tuple[int, ...], ...], bias: Tensor
-    ) -> Iterator[Run]:
-        """For every target head, the matched source head's columns of each block."""
+    def _heads(self, name: str, spec: OutputSpec, bias: Tensor) -> Iterator[Head]:
+        """For every block, the source heads that target heads are matched with; neighbours that share one together."""
+        self._check_heads(name, spec)
         source, target = self._source, self._target
-        if len(heads) != target.num_kv_heads or any(len(chosen) != len(blocks) for chosen in heads):
-            raise BundleCorrupt(f"{name}: heads {heads}; need {len(blocks)} for each of {target.num_kv_heads}")
-        if any(not 0 <= head < source.num_kv_heads for chosen in heads for head in chosen):
-            raise BundleCorrupt(f"{name}: heads {heads}; the source has {source.num_kv_heads}")
-        weight = self._tensor(name, (len(heads), len(blocks) * source.head_dim, target.head_dim))
-        for index, chosen in enumerate(heads):
-            at = index * target.head_dim
-            rows = weight[index].tensor_split(len(blocks))
-            for row, (kind, block), head in zip(rows, blocks, chosen, strict=True):
-                begin = block * source.width + head * source.head_dim
-                first = row is rows[0]
-                yield Run(kind, begin, begin + source.head_dim, row, at, bias[at : at + len(row[0])] if first else None)
+        weight = self._tensor(name, (len(spec.heads), len(spec.blocks) * source.head_dim, target.head_dim))
+        parts = weight.tensor_split(len(spec.blocks), dim=1)  # (target heads, D of the source, D) each
+        for part, block, matched in zip(parts, spec.blocks, zip(*spec.heads, strict=True), strict=True):
+            first = self._blocks["by_head"].index(block) * source.num_kv_heads
+            for head, group in groupby(enumerate(matched), key=itemgetter(1)):
+                together = [index for index, _ in group]
+                columns = slice(together[0] * target.head_dim, (together[-1] + 1) * target.head_dim)
+                side_by_side = torch.cat(part[together].unbind(), dim=1)
+                yield Head(side_by_side, bias[columns] if part is parts[0] else None, columns.start, index=first + head)
+
+    def _check_heads(self, name: str, spec: OutputSpec) -> None:
+        needed, given, there = len(spec.blocks), self._source.num_kv_heads, self._target.num_kv_heads
+        if len(spec.heads) != there or any(len(chosen) != needed for chosen in spec.heads):
+            raise BundleCorrupt(f"{name}: heads {spec.heads}; need {needed} for each of {there}")
+        if any(not 0 <= head < given for chosen in spec.heads for head in chosen):
+            raise BundleCorrupt(f"{name}: heads {spec.heads}; the source has {given}")
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self._weights.get(name)
@@ -279,13 +313,11 @@ def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:
     return [shaped[table] for table in rope.tables]
 
 
-def _runs(blocks: list[Block], weight: Tensor, width: int, bias: Tensor) -> list[Run]:
-    """Feature blocks with their rows of `weight`, neighbours joined; the first brings the bias."""
-    runs: list[Run] = []
-    for row, (kind, block) in enumerate(blocks):
-        begin, end, first = block * width, (block + 1) * width, row * width
-        if runs and runs[-1].kind == kind and runs[-1].end == begin:
-            begin = runs.pop().begin
-            first = (row + 1) * width - (end - begin)
-        runs.append(Run(kind, begin, end, weight[first : (row + 1) * width], bias=None if runs else bias))
-    return runs
+def _runs(blocks: list[int], weight: Tensor, width: int, bias: Tensor) -> list[Run]:
+    """Column blocks with their rows of `weight`, neighbours joined; the first brings the bias."""
+    begins = [row for row, block in enumerate(blocks) if row == 0 or block != blocks[row - 1] + 1]
+    ends = [*begins[1:], len(blocks)]
+    return [
+        Run(weight[begin * width : end * width], None if begin else bias, begin=blocks[begin] * width)
+        for begin, end in zip(begins, ends, strict=True)
+    ]

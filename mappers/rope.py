@@ -44,9 +44,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     `x` and `out` are (..., D); cos and sin broadcast to (..., R) with R <= D: the other D - R dimensions pass.
     """
     half, whole = cos.shape[-1] // 2, cos.shape[-1]
-    left, right = x[..., :half], x[..., half:whole]
-    torch.mul(left, cos[..., :half], out=out[..., :half]).addcmul_(right, sin[..., :half], value=-1)
-    torch.mul(right, cos[..., half:], out=out[..., half:whole]).addcmul_(left, sin[..., half:])
+    torch.mul(x[..., :whole], cos, out=out[..., :whole])
+    out[..., :half].addcmul_(x[..., half:whole], sin[..., :half], value=-1)
+    out[..., half:whole].addcmul_(x[..., :half], sin[..., half:])
     if whole < x.shape[-1]:
         out[..., whole:] = x[..., whole:]
     return out

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.collect import Block
 from mappers.errors import MapperError
-from mappers.manifest import COPY, Kind, OutputSpec, Precision
+from mappers.manifest import COPY, Block, Kind, Precision
 from mappers.mapper import Mapper
 from mappers.methods import Layout, Solution
 from mappers.methods.base import spread
@@ -42,7 +41,7 @@ class Whole:
     @classmethod
     def of(cls, mapper: Mapper, layer: int, kind: Kind) -> Whole:
         spec = mapper.manifest.layers[layer].of(kind)
-        blocks = blocks_of(spec)
+        blocks = spec.blocks
         if spec.method == COPY:
             width = mapper.manifest.target.geometry.width
             return cls(blocks, torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
@@ -63,12 +62,6 @@ class Whole:
     def multiplied(self) -> Whole:
         """With a single matrix."""
         return self if self.up is None else Whole(self.blocks, self.weight @ self.up, self.bias)
-
-
-def blocks_of(spec: OutputSpec) -> tuple[Block, ...]:
-    """The blocks of features that an output is computed from, in the order of its weight's rows."""
-    keys: tuple[Block, ...] = tuple(("keys", layer) for layer in spec.key_layers)
-    return keys + tuple(("values", layer) for layer in spec.value_layers)
 
 
 def layout_of(mapper: Mapper) -> Layout:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mappers import GeometryMismatch, KVCache, Mapper, fit
-from mappers.manifest import KINDS, OutputSpec
+from mappers.manifest import KINDS, LayerSpec, OutputSpec
 from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
 
 
@@ -70,6 +70,20 @@ def test_a_map_is_what_its_manifest_says(mapper: Mapper, start: int) -> None:
     mapped = mapper.map(cache)
     assert mapped.start == start and mapped.geometry == mapper.manifest.target.geometry
     assert largest_difference(mapped, by_hand(mapper, cache)) < 2e-4
+
+
+def test_target_heads_share_a_source_head_or_not(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    """In the first block no two, in the second all."""
+    fitted = fit(folders["other"], folders["large"], documents, method="ridge-head", layers=2, joint=True, copies=False)
+
+    def matched(spec: OutputSpec) -> OutputSpec:
+        heads = tuple((target, *[0] * (len(spec.blocks) - 1)) for target in range(KV_HEADS))
+        return spec.model_copy(update={"heads": heads})
+
+    layers = tuple(LayerSpec(keys=matched(each.keys), values=matched(each.values)) for each in fitted.manifest.layers)
+    mapper = Mapper(fitted.manifest.model_copy(update={"layers": layers}), fitted.weights)
+    cache = random_cache(3, 30)
+    assert largest_difference(mapper.map(cache), by_hand(mapper, cache)) < 2e-4
 
 
 def test_chunks_of_any_length_give_the_same(mapper: Mapper) -> None:
