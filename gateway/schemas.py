@@ -302,8 +302,9 @@ def _check_shape(body: dict[str, Any]) -> None:
         if num_values > MAX_VALUES:
             raise RequestTooLarge(f"the body holds more than {MAX_VALUES} values")
         containers = [inner for one in containers for inner in _inside(one) if isinstance(inner, (dict, list))]
-    if containers:
-        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+        if not containers:
+            return
+    raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
 def _inside(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
