@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mappers.diagnose import Row
 from mappers.manifest import ArmScore, Evaluation
 from mappers.report import Judged
+from mappers.speed import Speed
 
 FIGURES = f"{'ppl ratio':>10}  {'95% interval':<16}{'top-1':>7}{'KL mean':>9}{'KL p95':>9}{'documents':>11}"
 
@@ -45,6 +46,22 @@ def comparison(judged: Sequence[Judged]) -> str:
         f"{'mapped':>8}{'cosine':>8}{'MB':>8}{'ms/1024':>9}{'of peak':>9}"
     ]
     return "\n".join(lines + [_compared(each, width) for each in judged])
+
+
+def speed_table(measured: Sequence[tuple[str, str, Speed]]) -> str:
+    """A line a bundle (name, method, speed): milliseconds by tokens, and what it makes of the processor."""
+    width = max(len(name) for name, _, _ in measured) + 2
+    _, _, first = measured[0]
+    tokens = "".join(f"{length:>9}" for length in first.map_ms)
+    lines = [
+        f"milliseconds by tokens; {first.threads} threads, one large float32 product reaches "
+        f"{max(speed.peak_gflops for _, _, speed in measured):.0f} GFLOPS",
+        f"{'bundle':<{width}}{'method':<12}{tokens}{'ms/1024':>9}{'of peak':>9}",
+    ]
+    for name, method, speed in measured:
+        times = "".join(f"{ms:>9.1f}" for ms in speed.map_ms.values())
+        lines.append(f"{name:<{width}}{method:<12}{times}{speed.ms_per_1024:>9.1f}{speed.share_of_peak:>9.0%}")
+    return "\n".join(lines)
 
 
 def _compared(each: Judged, width: int) -> str:

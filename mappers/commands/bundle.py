@@ -4,7 +4,7 @@
     kvrelay bundle verify BUNDLE                   whether its files match their digests, and whether it passes its gate
     kvrelay bundle diff BUNDLE BUNDLE              what differs between two
     kvrelay bundle compose A_TO_B B_TO_C --out C   one map in place of two, with nothing fitted
-    kvrelay bundle speed BUNDLE [--json FILE]      how fast it maps here, beside what the processor can do
+    kvrelay bundle speed BUNDLE... [--json FILE]   how fast each maps here, beside what the processor can do
 
 A bundle is a folder or the name of an embedded family.
 """
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from mappers.bundle import MANIFEST, load, load_manifest, save
+from mappers.commands.output import check_writable, write
 from mappers.compose import compose
 from mappers.difference import difference
 from mappers.errors import MapperError
 from mappers.families import find_family
 from mappers.speed import measure
+from mappers.tables import speed_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         ("verify", _verify, ["bundle"]),
         ("diff", _diff, ["first", "second"]),
         ("compose", _compose, ["first", "second"]),
-        ("speed", _speed, ["bundle"]),
+        ("speed", _speed, []),
     ):
         action = actions.add_parser(name)
         action.set_defaults(run=run)
@@ -56,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "compose":
             action.add_argument("--out", required=True, metavar="FOLDER", help="where the bundle goes")
         if name == "speed":
+            action.add_argument("bundles", nargs="+", metavar="bundle")
             action.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
 
@@ -91,11 +94,13 @@ def _compose(options: argparse.Namespace) -> str:
 
 
 def _speed(options: argparse.Namespace) -> str:
-    speed = measure(load(_folder(options.bundle)))
+    check_writable(options.json)
+    mappers = {name: load(_folder(name)) for name in options.bundles}
+    speeds = {name: measure(mapper) for name, mapper in mappers.items()}
     if options.json:
-        options.json.write_text(json.dumps(speed.told, indent=2) + "\n")
-    rates = "\n".join(f"{tokens:>6} tokens  {ms:8.1f} ms" for tokens, ms in speed.map_ms.items())
-    return (
-        f"{rates}\n{speed.share_of_peak:.0%} of the {speed.peak_gflops:.0f} GFLOPS of one large float32 product, "
-        f"{speed.threads} threads"
-    )
+        told = [
+            {"bundle": mapper.bundle_id, "method": mapper.manifest.method, **speeds[name].told}
+            for name, mapper in mappers.items()
+        ]
+        write(options.json, json.dumps(told[0] if len(told) == 1 else {"bundles": told}, indent=2) + "\n")
+    return speed_table([(name, mappers[name].manifest.method, speed) for name, speed in speeds.items()])

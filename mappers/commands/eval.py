@@ -18,6 +18,7 @@ from typing import Any
 from mappers import report
 from mappers.arms import ARMS, ESSENTIAL
 from mappers.bundle import MANIFEST, load, update
+from mappers.commands.output import check_writable, write
 from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
 from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _evaluate(mappers, folders, models, pair, options, rows)
         elif options.json:
             told = {"bundle": mappers[0].bundle_id, "data": f"{pair.corpus}, split tune", "rows": report.told(rows)}
-            _write(options.json, json.dumps(told, indent=1) + "\n")
+            write(options.json, json.dumps(told, indent=1) + "\n")
     except MapperError as error:
         print(f"kvrelay eval: {error}", file=sys.stderr)
         return 1
@@ -94,9 +95,7 @@ def _check(options: argparse.Namespace) -> None:
         raise MapperError(f"--diagnose looks at one bundle, not at {len(options.bundles)}")
     if options.diagnose and (options.write or options.table) and not options.html:
         raise MapperError("--diagnose judges nothing that --write or --table could use; allowed: with --html, both")
-    for path in filter(None, (options.json, options.html)):
-        if not path.parent.is_dir():
-            raise MapperError(f"cannot write {path}: there is no folder {path.parent}")
+    check_writable(options.json, options.html)
 
 
 def _resolve(options: argparse.Namespace) -> tuple[Pair, list[str]]:
@@ -162,9 +161,9 @@ def _evaluate(
             _store(folder, evaluation)
     if options.json:
         told = [each.told for each in judged]
-        _write(options.json, json.dumps(told[0] if len(told) == 1 else {"bundles": told}, indent=1) + "\n")
+        write(options.json, json.dumps(told[0] if len(told) == 1 else {"bundles": told}, indent=1) + "\n")
     if options.html:
-        _write(options.html, report.page(judged, rows))
+        write(options.html, report.page(judged, rows))
 
 
 def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: argparse.Namespace) -> list[Row]:
@@ -177,10 +176,3 @@ def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: arg
 def _store(folder: str, evaluation: Evaluation) -> None:
     update(folder, evaluation=evaluation)
     say(f"stored in {folder}; " + (load(folder).refusal() or "it passes its gate"))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise MapperError(f"cannot write {path}: {error.strerror}") from error

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -123,12 +124,18 @@ def test_bundle_show_is_json_without_the_configs(workplace: Path, capsys: pytest
 def test_bundle_speed_tells_times_and_the_share_of_the_peak(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = tmp_path / "speed.json"
-    assert bundle.main(["speed", str(workplace / "bundle"), "--json", str(report)]) == 0
+    report, folder = tmp_path / "speed.json", str(workplace / "bundle")
+    assert bundle.main(["speed", folder, "--json", str(report)]) == 0
     speed = json.loads(report.read_text())
     assert [row["tokens"] for row in speed["map"]] == [512, 1024, 2048, 4096]
     assert speed["peak_gflops"] > 0 and speed["share_of_peak"] > 0
     assert f"{speed['peak_gflops']:.0f} GFLOPS" in capsys.readouterr().out
+    shutil.copytree(folder, tmp_path / "other")
+    assert bundle.main(["speed", folder, str(tmp_path / "other"), "--json", str(report)]) == 0
+    told = json.loads(report.read_text())["bundles"]
+    assert [(each["method"], each["bundle"]) for each in told] == [("ridge", load(folder).bundle_id)] * 2
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [[folder, "ridge"], [str(tmp_path / "other"), "ridge"]]
 
 
 def test_eval_refuses_other_weights(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

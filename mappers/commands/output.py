@@ -1,0 +1,23 @@
+"""Where the commands leave their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mappers.errors import MapperError
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise `MapperError` for a file that can't be written, before there is anything to write; None is none."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise MapperError(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise MapperError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise MapperError(f"cannot write {path}: {error.strerror}") from error
