@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -32,22 +33,38 @@ def names(exposed: str) -> set[str]:
     return {f"{family.name}{suffix}" for family in families for suffix in SUFFIXES[family.type]}
 
 
-async def exported(folder: Path) -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def by_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """What a gateway and a worker export, by job."""
+    return asyncio.run(exported(tiny.model_folder(tmp_path_factory.mktemp("model"))))
+
+
+async def exported(folder: Path) -> dict[str, set[str]]:
     async with in_process() as gateway, support.serving(folder) as worker:
         replies = {"gateway": await gateway.http.get("/metrics"), "workers": await worker.http.get("/metrics")}
     return {job: names(reply.text) for job, reply in replies.items()}
 
 
-async def test_every_metric_asked_for_is_exported(tmp_path: Path) -> None:
+def test_every_metric_asked_for_is_exported(by_job: dict[str, set[str]]) -> None:
     """By a service of the job that the query names."""
-    by_job = await exported(tiny.model_folder(tmp_path / "model"))
     for query in QUERIES:
         job = re.search(r'job="(\w+)"', query.expression)
         known = by_job[job[1]] if job else set.union(*by_job.values())
         assert query.metrics, f"{query.where} asks for nothing"
         unknown = query.metrics - known - queries.recorded() - {"up"}
         assert not unknown, f"{query.where} asks for {unknown}"
+
+
+def test_every_metric_that_is_exported_is_shown(by_job: dict[str, set[str]]) -> None:
+    """On a dashboard: of a histogram, some part."""
+    shown = {_family(metric) for query in queries.of_dashboards() for metric in query.metrics}
+    for job, exposed in by_job.items():
+        unseen = {_family(metric) for metric in exposed} - shown
+        assert not unseen, f"{job}: nobody shows {unseen}"
+
+
+def _family(metric: str) -> str:
+    return re.sub(r"_(bucket|sum|count)$", "", metric)
 
 
 def test_a_metric_that_nobody_exports_would_be_found() -> None:
