@@ -59,7 +59,7 @@ def test_every_metric_that_is_exported_is_shown(by_job: dict[str, set[str]]) -> 
     """On a dashboard: of a histogram, some part."""
     shown = {_family(metric) for query in queries.of_dashboards() for metric in query.metrics}
     for job, exposed in by_job.items():
-        unseen = {_family(metric) for metric in exposed} - shown
+        unseen = {_family(metric) for metric in exposed if not metric.endswith("_created")} - shown
         assert not unseen, f"{job}: nobody shows {unseen}"
 
 
