@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mappers.cache import KVCache, KVGeometry
+from mappers.errors import MapperError
 from mappers.manifest import COPY, KINDS, Kind, LayerSpec, OutputSpec
 from mappers.mapper import Mapper
 from mappers.plan import weight_name
@@ -62,6 +63,13 @@ CACHE_ARMS = (
 )
 ARMS = ("native", *(arm.name for arm in CACHE_ARMS), "no_cache", "source_alone")
 ESSENTIAL = ("native", "mapped", "hybrid", "no_cache", "source_alone")  # where bundles are compared with one another
+
+
+def check_arms(names: Sequence[str]) -> None:
+    """Raise `MapperError` for a name that no arm has."""
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise MapperError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
 
 
 def randomised(mapper: Mapper, seed: int = 0) -> Mapper:

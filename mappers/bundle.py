@@ -59,8 +59,7 @@ def seal(manifest: Manifest, weights: dict[str, Tensor], device: str = "cpu") ->
 def save(mapper: Mapper, path: str | Path) -> Mapper:
     """Write the mapper to folder `path`, atomically; a bundle that stood there is replaced. Gives it as loaded back."""
     path = Path(path)
-    if path.exists() and not (path / MANIFEST).exists():
-        raise MapperError(f"{path} exists and is no bundle; allowed: a new path, or a bundle to replace")
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -72,6 +71,12 @@ def save(mapper: Mapper, path: str | Path) -> Mapper:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return loaded
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise `MapperError` for a path where something stands that is no bundle."""
+    if path.exists() and not (path / MANIFEST).exists():
+        raise MapperError(f"{path} exists and is no bundle; allowed: a new path, or a bundle to replace")
 
 
 def update(path: str | Path, **changes: Any) -> Manifest:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mappers.arms import ARMS
+from mappers.arms import ARMS, check_arms
 from mappers.errors import MapperError
 from mappers.examine import Examiner
 from mappers.kept import Kept
@@ -98,9 +98,7 @@ def _at_length(length: int, chosen: list[Document], scores: list[Score], arms: S
 
 
 def _check(mappers: Sequence[Mapper], arms: Sequence[str]) -> None:
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise MapperError(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    check_arms(arms)
     if not mappers:
         raise MapperError("no mapper to judge; at least 1 is needed")
     for mapper in mappers[1:]:

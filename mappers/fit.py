@@ -76,9 +76,7 @@ def fit(
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
-    _check_settings(chosen_method, layers, joint, head, precision)
-    check_way(choose)
-    check_weighting(weighting, effective_share)
+    check_settings(chosen_method, layers, joint, choose, weighting, effective_share, head, tokens, precision)
     reading = Reading(joint, copies, head, chosen_method.predicts_hidden, weighting, effective_share)
     # 2. The two models, which must read the same tokens.
     folders = local_folder(source), local_folder(target)
@@ -195,7 +193,22 @@ def _card(name: str, folder: Path, model: Any) -> ModelCard:
     )
 
 
-def _check_settings(method: methods.Method, layers: Layers, joint: bool, head: int, precision: str) -> None:
+def check_settings(
+    method: methods.Method,
+    layers: Layers,
+    joint: bool,
+    choose: str,
+    weighting: str,
+    effective_share: float,
+    head: int,
+    tokens: int | None,
+    precision: str,
+) -> None:
+    """Raise `MapperError` for settings of `fit` that can't work, whatever the models."""
+    check_way(choose)
+    check_weighting(weighting, effective_share)
+    if tokens is not None and tokens < 1:
+        raise MapperError(f"tokens is {tokens}; allowed: 1 and more")
     if joint and method.max_layers:
         raise MapperError(f"{method.name} maps keys from keys and values from values; it can't be joint")
     if layers != AUTO and (isinstance(layers, str) or layers < 1):

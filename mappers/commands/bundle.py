@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mappers.bundle import MANIFEST, load, load_manifest, save
+from mappers.bundle import MANIFEST, check_replaceable, load, load_manifest, save
 from mappers.commands.output import check_writable, write
 from mappers.compose import compose
 from mappers.difference import difference
@@ -88,6 +88,7 @@ def _diff(options: argparse.Namespace) -> str:
 
 
 def _compose(options: argparse.Namespace) -> str:
+    check_replaceable(Path(options.out))
     mapper = save(compose(load(_folder(options.first)), load(_folder(options.second))), options.out)
     source, target = mapper.manifest.source.name, mapper.manifest.target.name
     return f"bundle {mapper.bundle_id} from {source} to {target}, without an evaluation; written to {options.out}"

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mappers import report
-from mappers.arms import ARMS, ESSENTIAL
+from mappers.arms import ARMS, ESSENTIAL, check_arms
 from mappers.bundle import MANIFEST, load, update
 from mappers.commands.output import check_writable, write
-from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
+from mappers.commands.pair import Meter, Pair, add_pair_options, check_device, pair_of_family, pair_of_options, say
 from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate_all
@@ -86,11 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers of tokens, as in 384,1024")
+    return tuple(map(int, parts))
 
 
 def _check(options: argparse.Namespace) -> None:
     _protocol(options, DIAGNOSED)  # which refuses settings that make no sense
+    check_device(options.device)
+    check_arms(options.arms or ())
     if options.diagnose and len(options.bundles) > 1:
         raise MapperError(f"--diagnose looks at one bundle, not at {len(options.bundles)}")
     if options.diagnose and (options.write or options.table) and not options.html:

@@ -7,21 +7,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from mappers import methods
-from mappers.bundle import save
+from mappers.bundle import check_replaceable, save
 from mappers.checkpoint import EVERY_S
 from mappers.choose import AUTO, WAYS
 from mappers.collect import Reading, planned_bytes
-from mappers.commands.pair import Meter, Pair, add_pair_options, pair_of_family, pair_of_options, say
+from mappers.commands.output import check_writable
+from mappers.commands.pair import Meter, Pair, add_pair_options, check_device, pair_of_family, pair_of_options, say
 from mappers.errors import MapperError
 from mappers.families import find_family
 from mappers.fingerprint import read_config
-from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, fit
+from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, check_settings, fit
 from mappers.manifest import Gate, Manifest, Precision
 from mappers.models import geometry_of, local_folder
 from mappers.weighting import EFFECTIVE_SHARE, Weighting
@@ -32,6 +34,7 @@ DEFAULT_TOKENS = 100_000
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
+        _check(options)
         pair, out = _resolve(options)
         say(_plan(pair, options))
         checkpoint = _checkpoint(out, options)
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep=options.statistics is not None,
             progress=Meter("tokens"),
             say=say,
-            **({} if options.rank is None else {"rank": options.rank}),
+            **_method_options(options),
         )
         print(_described(save(mapper, out).manifest))
         print(f"written to {out}")
@@ -110,7 +113,42 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _layers(text: str) -> int | str:
+    if text != AUTO and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 and more, {AUTO}")
     return text if text == AUTO else int(text)
+
+
+def _method_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {} if options.rank is None else {"rank": options.rank}
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what can't work before a family is prepared, a model fetched or a file read."""
+    check_settings(
+        methods.get(options.method, **_method_options(options)),
+        options.layers,
+        options.joint,
+        options.choose,
+        options.weighting,
+        options.effective_share,
+        options.head,
+        options.tokens,
+        options.precision,
+    )
+    check_device(options.device)
+    if options.out is not None:
+        check_replaceable(Path(options.out))
+    if options.statistics is not None:
+        check_writable(Path(options.statistics))
+    _check_range("checkpoint_minutes", options.checkpoint_minutes, 0)
+    _check_range("max_ppl_ratio", options.max_ppl_ratio, 1)
+    _check_range("min_top1", options.min_top1, 0, 1)
+
+
+def _check_range(name: str, value: float | None, least: float, most: float = math.inf) -> None:
+    if value is not None and not least <= value <= most:  # nor NaN
+        allowed = f"{least} to {most}" if most < math.inf else f"{least} and more"
+        raise MapperError(f"{name} is {value}; allowed: {allowed}")
 
 
 def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mappers.data import Conversation, Split, documents, read_conversations
 from mappers.errors import MapperError
 from mappers.families import Family
@@ -38,6 +40,14 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="DATA", help="JSON lines of {messages: [...]}, ShareGPT JSON, plain text, or a dataset"
     )
     parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
+
+
+def check_device(name: str) -> None:
+    """Raise `MapperError` for what is no device of this machine."""
+    count = torch.cuda.device_count()
+    allowed = ["cpu", *["cuda"] * bool(count), *(f"cuda:{index}" for index in range(count))]
+    if name not in allowed:
+        raise MapperError(f"device is {name!r}; allowed here: {', '.join(allowed)}")
 
 
 def pair_of_family(family: Family, options: argparse.Namespace) -> Pair:

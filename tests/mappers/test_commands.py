@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -220,6 +221,49 @@ def test_fit_says_what_it_lacks(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "rige"], "unknown mapper 'rige'; known: hidden"),
+        (["--method", "ridge", "--rank", "3"], "ridge has no option 'rank'"),
+        (["--layers", "0"], "layers is 0; allowed: 1 and more, auto"),
+        (["--choose", "best"], "unknown way to choose 'best'; known: attention"),
+        (["--weighting", "heavy"], "unknown weighting 'heavy'; known: uniform"),
+        (["--effective-share", "nan"], "effective_share is nan; allowed: above 0, up to 1"),
+        (["--tokens", "0"], "tokens is 0; allowed: 1 and more"),
+        (["--head", "-1"], "head is -1; allowed: 0 and more"),
+        (["--device", "cuda:99"], "device is 'cuda:99'; allowed here: cpu"),
+        (["--statistics", "nowhere/file"], "cannot write nowhere/file: there is no folder nowhere"),
+        (["--statistics", "/"], "cannot write /: it is a folder"),
+        (["--out", "/"], "/ exists and is no bundle; allowed: a new path, or a bundle to replace"),
+        (["--checkpoint-minutes", "nan"], "checkpoint_minutes is nan; allowed: 0 and more"),
+        (["--max-ppl-ratio", "0.5"], "max_ppl_ratio is 0.5; allowed: 1 and more"),
+        (["--min-top1", "80"], "min_top1 is 80.0; allowed: 0 to 1"),
+    ],
+)
+def test_fit_checks_its_arguments_before_it_prepares_anything(
+    toys: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert fit.main([toys, *arguments]) == 1
+    told = capsys.readouterr().err
+    assert message in told and "preparing toys" not in told
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (fit, ["smol", "--layers", "two"], "'two'; allowed: 1 and more, auto"),
+        (eval, ["smol", "--lengths", "384,x"], "'384,x'; allowed: numbers of tokens, as in 384,1024"),
+    ],
+)
+def test_what_is_no_number_is_told_with_what_is_allowed(
+    command: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_eval_diagnoses_on_the_tune_split_only(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +302,8 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
         (["one", "--diagnose", "--write"], "allowed: with --html, both"),
         (["smol", "tiny"], "families smol, tiny: allowed is one"),
         (["one", "--documents", "0"], "num_documents is 0; allowed: 1 and more"),
+        (["smol", "--arms", "hybrid,none"], "unknown arm 'none'; known: native, mapped"),
+        (["smol", "--device", "gpu"], "device is 'gpu'; allowed here: cpu"),
         (["one", "--json", "nowhere/report.json"], "cannot write nowhere/report.json: there is no folder nowhere"),
         (["one", "--html", "nowhere/report.html"], "cannot write nowhere/report.html: there is no folder nowhere"),
     ],
