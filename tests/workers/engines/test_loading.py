@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from mappers.fingerprint import fingerprint
 from tests.workers.engines import tiny
 from tests.workers.engines.test_sequence import CLAIM, written
 from workers.engines import ENGINES, load_engine
 from workers.engines.base import Engine
+from workers.engines.transformers.engine import TransformersEngine
 from workers.settings import SettingsError
 
 
@@ -44,6 +47,16 @@ def test_a_model_whose_layers_forget_is_refused(tmp_path: Path) -> None:
     folder = tiny.model_folder(tmp_path / "linear", layer_types=kinds)
     with pytest.raises(SettingsError, match="layers of type linear_attention; allowed: full_attention, sliding"):
         load_engine(tiny.settings_for(folder))
+
+
+async def test_only_the_compute_thread_shares_its_work_out(folder: Path) -> None:
+    engine = load_engine(tiny.settings_for(folder, num_threads=3))
+    assert isinstance(engine, TransformersEngine)
+    try:
+        assert await engine.compute.run(torch.get_num_threads) == 3
+        assert await asyncio.to_thread(torch.get_num_threads) == torch.get_num_threads() == 1
+    finally:
+        await engine.aclose()
 
 
 @pytest.mark.gpu

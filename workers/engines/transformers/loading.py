@@ -22,7 +22,7 @@ from workers.settings import SettingsError, WorkerSettings
 
 def load(settings: WorkerSettings) -> TransformersEngine:
     """The engine of one worker, its model in memory. Raises `SettingsError`."""
-    torch.set_num_threads(settings.num_threads)  # this thread loads the weights
+    torch.set_num_threads(1)  # of this thread: see how the engine's own starts
     disable_progress_bar()  # a worker's log is no terminal
     try:
         folder = local_folder(settings.model)
