@@ -38,10 +38,14 @@ from workers.api.redis_url import without_credentials
 from workers.api.schemas import WorkerInfo
 
 Status = Literal["ok", "warning", "wrong", "skipped"]
+Probe = Callable[[], Mapping[str, Any] | None]  # of the GPUs: what GPU_PROBE tells, None without torch
 
 SHM = Path("/dev/shm")
+MANIFEST = "manifest.json"  # of a bundle
 DEFAULT_POOL_BYTES = 512 * 2**20  # a worker's own default, which a test compares
 REDIS_TIMEOUT_S = 2.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+OTHER_WEIGHTS = "fit one for this pair (kvrelay fit), or serve the very models that it was fitted for"
 GPU_TIMEOUT_S = 120.0
 GPU_PROBE = """
 import json, torch
@@ -63,7 +67,8 @@ class Finding:
     advice: str = ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, probe: Probe | None = None) -> int:
+    """`probe` tells of the GPUs; by default torch does."""
     parser = argparse.ArgumentParser(
         prog="kvrelay doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,14 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--constraints", type=Path, help="default: constraints.txt beside the source, if there is one")
     add_json_option(parser, "the findings")
     options = parser.parse_args(argv)
-    findings = list(examine(options.config or _nearest_config(), options.constraints or _nearest_constraints()))
+    config, constraints = options.config or _nearest_config(), options.constraints or _nearest_constraints()
+    findings = list(examine(config, constraints, probe or probe_gpus))
     wrong = any(finding.status == "wrong" for finding in findings)
     print(_told(findings))
     write_json(options.json, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
     return int(wrong)
 
 
-def examine(config: Path | None, constraints: Path | None) -> Iterator[Finding]:
+def examine(config: Path | None, constraints: Path | None, probe: Probe) -> Iterator[Finding]:
     """All findings, in the order in which they are best mended."""
     yield from versions(constraints)
     settings = None
@@ -87,16 +93,17 @@ def examine(config: Path | None, constraints: Path | None) -> Iterator[Finding]:
     else:
         settings, finding = configuration(config)
         yield finding
-    if settings is not None:
+    if config is not None and settings is not None:
         secret, finding = cluster_secret(settings)
         yield finding
         yield registry(settings)
         infos = asyncio.run(ask_workers(settings, secret)) if secret else {}
         yield from workers(settings, infos)
+        yield from missing_bundles(settings, infos, config.parent)
         yield ports(settings, infos)
         yield shared_memory(SHM, pools_to_come(settings, infos))
     yield leftovers(SHM)
-    yield gpus(probe_gpus)
+    yield gpus(probe)
 
 
 # Versions and configuration
@@ -156,12 +163,16 @@ def registry(settings: Settings) -> Finding:
     if not settings.registry.is_shared:
         return Finding("registry", "ok", "in the gateway's memory; several gateways need Redis to share it")
     from redis.exceptions import AuthenticationError, RedisError
+    from redis.exceptions import TimeoutError as NoAnswer
 
     shown = without_credentials(url)
     try:
         asyncio.run(_ping(url))
     except AuthenticationError as error:
         return Finding("registry", "wrong", f"{shown}: {error}", "put the right user and password into registry.url")
+    except NoAnswer:
+        advice = "it is there, and stuck or overloaded: look at its process and its machine, or start it again"
+        return Finding("registry", "wrong", f"{shown}: no answer within {REDIS_TIMEOUT_S:g} s", advice)
     except (RedisError, OSError, ValueError) as error:
         advice = "start it, or mend registry.url; without it every prompt counts as new, and nothing else is lost"
         return Finding("registry", "wrong", f"{shown}: {error}", advice)
@@ -222,11 +233,35 @@ def bundles(name: str, info: WorkerInfo, sources: Iterable[str]) -> Finding:
         return Finding(check, "warning", "it has none", advice)
     if not usable:
         reasons = "; ".join(f"{one.bundle_id}: {one.reason}" for one in info.bundles)
+        if all(one.target_fingerprint != info.fingerprint for one in info.bundles):
+            return Finding(check, "wrong", reasons, OTHER_WEIGHTS)
         return Finding(check, "wrong", reasons, "fit a better one, or set workers.*.gate to what is good enough")
     if sources and not {one.source_fingerprint for one in usable} & set(sources):
         found = ", ".join(f"{one.bundle_id} (from {one.source_model})" for one in usable)
-        return Finding(check, "wrong", f"none is for the small model's weights: {found}", "fit one for this pair")
+        return Finding(check, "wrong", f"none is for the small model's weights: {found}", OTHER_WEIGHTS)
     return Finding(check, "ok", ", ".join(f"{one.bundle_id} ({one.method})" for one in usable))
+
+
+def missing_bundles(
+    settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError], folder: Path
+) -> Iterator[Finding]:
+    """Of workers on this machine that do not run yet: with such a bundle they do not start. Paths are taken from
+    `folder`, the configuration's own."""
+    for name, worker in settings.workers.items():
+        if isinstance(infos.get(name), WorkerInfo) or http_address(worker.url)[0] not in LOOPBACK:
+            continue
+        named = _names((worker.model_extra or {}).get("bundles") or settings.bundles)
+        missing = [one for one in named if not (folder / one / MANIFEST).is_file()]
+        if missing:
+            advice = f"mend workers.{name}.bundles, or fit it: kvrelay fit ... --out {missing[0]}"
+            yield Finding(f"bundles of {name}", "wrong", f"no {MANIFEST} in {', '.join(missing)}", advice)
+
+
+def _names(value: Any) -> list[str]:
+    try:
+        return TypeAdapter(list[str]).validate_python(value)
+    except ValidationError:
+        return []  # what is wrong with it, the worker says
 
 
 def ports(settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError]) -> Finding:
@@ -237,7 +272,7 @@ def ports(settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError]) ->
         for name, worker in settings.workers.items()
         if not isinstance(infos.get(name), WorkerInfo)
     }
-    here = {name: at for name, at in wanted.items() if at[0] in ("127.0.0.1", "localhost", "::1", "0.0.0.0")}
+    here = {name: at for name, at in wanted.items() if at[0] in LOOPBACK}
     taken = [f"{name}: {host} port {port}" for name, (host, port) in here.items() if not port_is_free(port, host)]
     if "gateway" in {one.partition(":")[0] for one in taken} and _is_gateway(server.host, server.port):
         taken = [one for one in taken if not one.startswith("gateway:")]
@@ -325,7 +360,7 @@ def probe_gpus() -> dict[str, Any] | None:
     return told
 
 
-def gpus(probe: Callable[[], Mapping[str, Any] | None]) -> Finding:
+def gpus(probe: Probe) -> Finding:
     try:
         told = probe()
     except OSError as error:

@@ -27,7 +27,7 @@ BUNDLE = BundleInfo(
     bundle_id="b1",
     source_model="small",
     source_fingerprint=fingerprint("small"),
-    target_fingerprint=fingerprint("large"),
+    target_fingerprint=fingerprint("fake-large"),
     method="ridge",
     usable=True,
 )
@@ -51,19 +51,18 @@ def stack(tmp_path: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def examined(folder: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+def examined(folder: Path, values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """The exit status and the findings by what was looked at. Torch is not loaded: `gpus` has tests of its own."""
-    monkeypatch.setattr(doctor, "probe_gpus", lambda: None)
     (folder / "kvrelay.yaml").write_text(yaml.safe_dump(values))
     told = folder / "told.json"
-    status = doctor.main(["--config", str(folder / "kvrelay.yaml"), "--json", str(told)])
+    status = doctor.main(["--config", str(folder / "kvrelay.yaml"), "--json", str(told)], probe=lambda: None)
     content = json.loads(told.read_text())
     assert content["ok"] is (status == 0)
     return status, {one["check"]: one for one in content["findings"]}
 
 
-def test_a_stack_that_is_well(tmp_path: Path, stack: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    status, found = examined(tmp_path, stack, monkeypatch)
+def test_a_stack_that_is_well(tmp_path: Path, stack: dict[str, Any]) -> None:
+    status, found = examined(tmp_path, stack)
     assert status == 0
     assert {name for name, one in found.items() if one["status"] == "wrong"} == set()
     assert found["bundles of large-0"]["status"] == "ok"
@@ -90,7 +89,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("KVRELAY_HOME", str(tmp_path / "home"))
-    status, found = examined(tmp_path, stack | changes, monkeypatch)
+    status, found = examined(tmp_path, stack | changes)
     assert status == 1
     assert found[check]["status"] == "wrong" and says in found[check]["found"]
     out = capsys.readouterr().out
@@ -98,58 +97,93 @@ def test_what_is_wrong_is_named_with_what_to_do(
     assert "hidden" not in out, "a password is not told"
 
 
-def test_workers_that_do_not_answer_or_do_not_know_us(
-    tmp_path: Path, stack: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_do_not_answer_or_do_not_know_us(tmp_path: Path, stack: dict[str, Any]) -> None:
     (tmp_path / "secret").write_text("another secret of the cluster")
     stack["workers"]["small-0"]["url"] = f"http://127.0.0.1:{free_ports(1)[0]}"
-    status, found = examined(tmp_path, stack, monkeypatch)
+    status, found = examined(tmp_path, stack)
     assert status == 1
     assert found["worker small-0"]["status"] == "warning" and "kvrelay worker" in found["worker small-0"]["advice"]
     assert found["worker large-0"]["status"] == "wrong" and "secret" in found["worker large-0"]["advice"]
 
 
-def test_a_stranger_on_our_port(tmp_path: Path, stack: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_on_our_port(tmp_path: Path, stack: dict[str, Any]) -> None:
     """A worker listens where the gateway is to."""
     stack["server"]["port"] = int(stack["workers"]["small-0"]["url"].rpartition(":")[2])
-    status, found = examined(tmp_path, stack, monkeypatch)
+    status, found = examined(tmp_path, stack)
     assert status == 1
     assert "gateway: 127.0.0.1 port" in found["ports"]["found"]
+    assert "another port" in found["ports"]["advice"]
+
+
+@pytest.mark.parametrize("where", ["large-0", "the file"])
+def test_a_worker_that_cannot_start(where: str, tmp_path: Path, stack: dict[str, Any]) -> None:
+    """Its pool does not fit into the shared memory, and its bundle is not there."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "manifest.json").touch()
+    large = stack["workers"]["large-0"]
+    large |= {"url": f"http://127.0.0.1:{free_ports(1)[0]}", "pool_bytes": "4PiB"}
+    (large if where == "large-0" else stack)["bundles"] = ["there", "/nowhere/bundle"]
+    status, found = examined(tmp_path, stack)
+    assert status == 1
+    memory, bundles = found["shared memory"], found["bundles of large-0"]
+    assert memory["status"] == "wrong" and "workers.*.pool_bytes" in memory["advice"]
+    assert bundles["status"] == "wrong" and bundles["found"] == "no manifest.json in /nowhere/bundle"
+    assert "workers.large-0.bundles" in bundles["advice"] and "kvrelay fit" in bundles["advice"]
+
+
+def test_bundles_on_other_machines_are_theirs_to_find(tmp_path: Path) -> None:
+    values = {
+        "tiers": [{"name": "small", "model": "m"}],
+        "workers": {"w": {"tier": "small", "url": "http://192.0.2.1:8101", "bundles": ["/nowhere"]}},
+    }
+    assert list(doctor.missing_bundles(from_values(values), {}, tmp_path)) == []
 
 
 @pytest.mark.parametrize(
-    ("offered", "status", "says"),
+    ("changes", "status", "says", "advice"),
     [
-        ([], "warning", "none"),
-        ([BUNDLE], "ok", "b1"),
-        ([BUNDLE.model_copy(update={"usable": False, "reason": "top-1 .5 is below .8"})], "wrong", "below .8"),
-        ([BUNDLE.model_copy(update={"source_fingerprint": fingerprint("another")})], "wrong", "small model's weights"),
+        (None, "warning", "none", "kvrelay fit"),
+        ({}, "ok", "b1", ""),
+        ({"usable": False, "reason": "top-1 .5 is below .8"}, "wrong", "below .8", "workers.*.gate"),
+        ({"source_fingerprint": fingerprint("another")}, "wrong", "small model's weights", "fit one for this pair"),
+        (
+            {"usable": False, "reason": "for other weights", "target_fingerprint": fingerprint("another")},
+            *("wrong", "for other weights", "fit one for this pair"),
+        ),
     ],
 )
-async def test_bundles_are_judged_for_the_pair(offered: list[BundleInfo], status: str, says: str) -> None:
+async def test_bundles_are_judged_for_the_pair(
+    changes: dict[str, Any] | None, status: str, says: str, advice: str
+) -> None:
     _, large = fakes()
+    offered = [] if changes is None else [BUNDLE.model_copy(update=changes)]
     info = doctor.WorkerInfo.model_validate(await large._info({})).model_copy(update={"bundles": offered})
     finding = doctor.bundles("large-0", info, {fingerprint("small")})
-    assert (finding.status, says in finding.found) == (status, True)
+    assert finding.status == status
+    assert says in finding.found and advice in finding.advice and bool(advice) == (status != "ok")
 
 
-def test_a_redis_that_wants_a_password(
-    tmp_path: Path, require_tool: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    binary = require_tool("redis-server")
-    wrapper = tmp_path / "redis"
-    wrapper.write_text(f'#!/bin/sh\nexec {binary} "$@" --requirepass right\n')
-    wrapper.chmod(0o755)
-    with redis_process(str(wrapper), tmp_path) as redis:
-        statuses = {}
-        for password in ("right", "wrong"):
-            values = {
-                "tiers": [{"name": "small", "model": "m"}],
-                "workers": {"w": {"tier": "small", "url": "http://127.0.0.1:1"}},
-                "registry": {"url": f"redis://:{password}@127.0.0.1:{redis.port}/0"},
-            }
-            statuses[password] = doctor.registry(from_values(values)).status
-    assert statuses == {"right": "ok", "wrong": "wrong"}
+def registry_at(port: int, password: str) -> doctor.Finding:
+    values = {
+        "tiers": [{"name": "small", "model": "m"}],
+        "workers": {"w": {"tier": "small", "url": "http://127.0.0.1:1"}},
+        "registry": {"url": f"redis://:{password}@127.0.0.1:{port}/0"},
+    }
+    return doctor.registry(from_values(values))
+
+
+def test_what_is_wrong_with_redis(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
+    """A password, no answer, or nobody there: to each its own advice."""
+    with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", "right") as redis:
+        assert registry_at(redis.port, "right").status == "ok"
+        wrong = registry_at(redis.port, "other")
+        redis.freeze()
+        frozen = registry_at(redis.port, "right")
+        redis.kill()
+        gone = registry_at(redis.port, "right")
+    assert [one.status for one in (wrong, frozen, gone)] == ["wrong"] * 3
+    assert "password" in wrong.advice and "stuck" in frozen.advice and "start it" in gone.advice
+    assert "right" not in frozen.found + gone.found
 
 
 @pytest.mark.parametrize(
