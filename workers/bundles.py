@@ -8,6 +8,7 @@ last of them are below the same gate it is switched off, in the same way. After 
 have made is compared, and nobody served from it, until the last of that is well within the gate.
 
     in use ──the last answers below the gate──► off ──rest──► on trial ──the last trials well within the gate──► in use
+                                                 └──────────────────── an operator says so ────────────────────────▲
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mappers.bundle import load, load_manifest
 from mappers.errors import MapperError
 from mappers.manifest import Manifest
 from mappers.mapper import Mapper
+from workers.api.errors import BundleUnusable
 from workers.api.schemas import BundleInfo
 from workers.quality import Comparison, Window
 from workers.settings import Gate, SettingsError
@@ -45,6 +47,11 @@ class JudgedBundle:
     @property
     def is_usable(self) -> bool:
         return self.reason is None
+
+    def resumed(self) -> JudgedBundle:
+        """In use again, and judged anew."""
+        window = self.window.emptied() if self.window else None
+        return replace(self, reason=None, window=window, trials=None, off_at=None)
 
     @property
     def info(self) -> BundleInfo:
@@ -100,12 +107,29 @@ class Bundles:
         if bundle.is_usable and reason is not None:
             after = replace(bundle, reason=reason, trials=compared.for_trials(), off_at=self._clock())
         elif bundle.trials is not None and compared.is_full and reason is None:
-            after = replace(bundle, reason=None, window=bundle.window.emptied(), trials=None, off_at=None)
+            after = bundle.resumed()
         else:
             return False
-        self._judged[bundle_id] = after
-        log.warning("bundle_on" if after.is_usable else "bundle_off", bundle=bundle_id, reason=reason)
+        self._change_to(after)
         return True
+
+    def resume(self, bundle_id: str) -> BundleInfo:
+        """Uses a bundle again that was switched off in service, and judges it anew; one in use stays as it is. Raises
+        `BundleUnusable` for one that was refused at the start, or is none of this worker's."""
+        bundle = self._judged.get(bundle_id)
+        if bundle is None:
+            raise BundleUnusable(f"unknown bundle {bundle_id!r}; known: {', '.join(self._judged) or 'none'}")
+        if bundle.off_at is not None:
+            bundle = bundle.resumed()
+            self._change_to(bundle)
+        if not bundle.is_usable:
+            raise BundleUnusable(f"{bundle_id} was refused at the start: {bundle.reason}")
+        return bundle.info
+
+    def _change_to(self, bundle: JudgedBundle) -> None:
+        name = bundle.manifest.bundle_id
+        self._judged[name] = bundle
+        log.warning("bundle_on" if bundle.is_usable else "bundle_off", bundle=name, reason=bundle.reason)
 
     @property
     def refusals(self) -> str:

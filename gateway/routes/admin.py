@@ -5,6 +5,7 @@
     POST /admin/reload                    the configuration, read anew
     POST /admin/workers/{id}/drain        it gets no new calls; those under way end as they would
     POST /admin/workers/{id}/resume       it does again
+    POST /admin/workers/{id}/bundles/{id}/resume   it uses a bundle again that was switched off in service
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import reload
-from gateway.errors import NotFound
+from gateway.errors import NoMapper, NotFound
+from gateway.fleet import Fleet
 from gateway.routes.replies import json_reply, no_such_route
 from gateway.snapshot import Gateway, Snapshot
 from gateway.worker import Worker
-from workers.api.errors import InvalidRequest
+from workers.api.errors import BundleUnusable, InvalidRequest
 
 log = structlog.get_logger()
 
@@ -74,14 +76,40 @@ async def resume(request: Request, worker_id: str) -> Response:
     return _switched(request, worker_id, is_drained=False)
 
 
+@router.post("/workers/{worker_id}/bundles/{bundle_id}/resume")
+async def resume_bundle(request: Request, worker_id: str, bundle_id: str) -> Response:
+    """409 tells why the worker cannot use it."""
+    worker = _named(request, worker_id)
+    known = _bundles(worker)
+    if bundle_id not in known:
+        raise NotFound(f"unknown bundle {bundle_id[:80]!r}; known: {', '.join(known) or 'none'}")
+    try:
+        await worker.client.resume_bundle(bundle_id)
+    except BundleUnusable as error:
+        raise NoMapper(f"bundle {bundle_id} cannot be used: {error.message}") from error
+    await worker.look()
+    return json_reply(_told(worker))
+
+
 def _switched(request: Request, worker_id: str, *, is_drained: bool) -> Response:
-    fleet = request.app.state.gateway.parts.fleet
+    worker = _named(request, worker_id)
+    worker.is_drained = is_drained
+    return json_reply(_told(worker))
+
+
+def _named(request: Request, worker_id: str) -> Worker:
+    fleet: Fleet = request.app.state.gateway.parts.fleet
     worker = fleet.worker(worker_id)
     if worker is None:
         known = ", ".join(one.id for one in fleet.workers)
         raise NotFound(f"unknown worker {worker_id[:80]!r}; known: {known}")
-    worker.is_drained = is_drained
-    return json_reply(_told(worker))
+    return worker
+
+
+def _bundles(worker: Worker) -> dict[str, dict[str, Any]]:
+    """By their ids, as the worker told when it was last looked at."""
+    told = worker.info.bundles if worker.info else []
+    return {one.bundle_id: {"is_usable": one.usable, "reason": one.reason} for one in told}
 
 
 def _told(worker: Worker) -> dict[str, Any]:
@@ -93,5 +121,6 @@ def _told(worker: Worker) -> dict[str, Any]:
         "is_usable": worker.is_usable,
         "num_in_flight": worker.num_in_flight,
         "epoch": worker.epoch,
+        "bundles": _bundles(worker),
         "circuits": {name: circuit.state.name.lower() for name, circuit in circuits.items()},
     }

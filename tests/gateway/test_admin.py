@@ -18,11 +18,19 @@ from gateway.reload import Source
 from gateway.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, told, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
+from workers.api.errors import BundleUnusable, KvrelayError, WorkerUnavailable
 from workers.api.fake import FAKE_SECRET
 
 ADMIN_KEY = "key-of-the-operator"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
-CALLS = [("GET", "state"), ("GET", "usage"), ("POST", "reload"), ("POST", "workers/small-0/drain")]
+BUNDLE = "workers/large-0/bundles/fake-bundle/resume"
+CALLS = [
+    ("GET", "state"),
+    ("GET", "usage"),
+    ("POST", "reload"),
+    ("POST", "workers/small-0/drain"),
+    ("POST", BUNDLE),
+]
 
 
 def key_file(folder: Path, content: str = ADMIN_KEY) -> dict[str, str]:
@@ -120,6 +128,37 @@ async def test_circuits_are_told(stack: Stack) -> None:
     workers = (await admin(stack, "GET", "state"))["workers"]
     assert workers["large-0"]["circuits"]["transfers"] == "open"
     assert workers["small-0"]["circuits"] == {"answers": "closed", "transfers": "closed"}
+
+
+async def test_a_bundle_that_was_switched_off_is_switched_on_again(stack: Stack) -> None:
+    stack.large.bundle_off = "top-1 agreement is below the gate's"
+    await stack.look()
+    state = await admin(stack, "GET", "state")
+    assert state["workers"]["large-0"]["bundles"] == {
+        "fake-bundle": {"is_usable": False, "reason": "top-1 agreement is below the gate's"}
+    }
+    refused = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})
+    assert told(refused)["path"] == "fallback:no_bundle"
+    assert (await admin(stack, "POST", BUNDLE))["bundles"] == {"fake-bundle": {"is_usable": True, "reason": None}}
+    assert told(await ask(stack, "acme", kvrelay={"policy": "always_escalate"}))["path"] in ("mapped", "exact")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "status", "says"),
+    [
+        (BUNDLE.replace("fake-bundle", "other"), None, 404, "unknown bundle 'other'; known: fake-bundle"),
+        (BUNDLE.replace("large-0", "small-0"), None, 404, "unknown bundle 'fake-bundle'; known: none"),
+        (BUNDLE, BundleUnusable("fake-bundle was refused at the start: no evaluation"), 409, "no evaluation"),
+        (BUNDLE, WorkerUnavailable("http://10.0.0.7:8001 is gone"), 502, "the model's worker failed"),
+    ],
+)
+async def test_one_that_cannot_be_is_told(
+    stack: Stack, path: str, error: KvrelayError | None, status: int, says: str
+) -> None:
+    if error is not None:
+        stack.large.fail("resume_bundle", error)
+    reply = await stack.http.post(f"/admin/{path}", headers=ADMIN)
+    assert reply.status_code == status and says in reply.json()["error"]["message"]
 
 
 async def test_an_unknown_worker_is_named(stack: Stack) -> None:

@@ -16,6 +16,7 @@ from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, W
 from workers.api.httpx_wire import HttpxWire
 from workers.api.schemas import (
     SECRET_HEADER,
+    BundleInfo,
     CacheInfo,
     ChatRequest,
     CompletionRequest,
@@ -92,6 +93,10 @@ class WorkerClient:
 
     async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
         await self._call("DELETE", f"/v1/cache/{cache_id}", None, timeout_s)
+
+    async def resume_bundle(self, bundle_id: str, *, timeout_s: float = 5.0) -> BundleInfo:
+        """Has a bundle used again that was switched off in service. Raises `BundleUnusable` where it cannot be."""
+        return _parse(BundleInfo, await self._call("POST", f"/v1/bundles/{bundle_id}/resume", None, timeout_s))
 
     async def tokenize(self, prompt: Prompt, *, timeout_s: float = 5.0) -> TokenizeReply:
         return _parse(TokenizeReply, await self._call("POST", "/v1/tokenize", prompt, timeout_s))

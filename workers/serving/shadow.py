@@ -26,7 +26,7 @@ import structlog
 from torch import Tensor
 
 from workers.api.errors import CacheNotFound, InvalidRequest, PoolFull
-from workers.api.schemas import DEFAULT_NATIVE_TAIL, KVTransferParams, TransferRequest
+from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, KVTransferParams, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
@@ -109,6 +109,12 @@ class Shadow:
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
             self._count("dropped")
+
+    def resume(self, bundle_id: str) -> BundleInfo:
+        """As `Bundles.resume`."""
+        info = self._bundles.resume(bundle_id)
+        self._show_bundles()
+        return info
 
     async def run(self) -> None:
         """For ever. What fails is counted and logged."""

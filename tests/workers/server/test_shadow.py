@@ -231,6 +231,29 @@ async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -
         assert not await shadow.compare_one()
 
 
+async def test_an_operator_need_not_wait_for_its_trials(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good) as pair:
+        large = pair[1]
+        switch_off(large)
+        await refused(pair)
+        (off,) = large.worker.bundles.infos
+        on = await large.client.resume_bundle(off.bundle_id)
+        assert (off.usable, on.usable, on.reason, on.shadow) == (False, True, None, None)
+        assert (await large.client.resume_bundle(off.bundle_id)).usable, "as it is"
+        assert f'kvrelay_mapper_usable{{bundle="{off.bundle_id}"}} 1.0' in (await large.http.get("/metrics")).text
+        assert (await mapped_answer(pair))["kv_transfer_params"]["mapped_tokens"]
+        with pytest.raises(BundleUnusable, match=f"unknown bundle 'other'; known: {off.bundle_id}"):
+            await large.client.resume_bundle("other")
+
+
+async def test_one_that_was_refused_at_the_start_stays_refused(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good, gate={"min_documents": 10_000}) as (_, large):
+        (info,) = large.worker.bundles.infos
+        assert not info.usable
+        with pytest.raises(BundleUnusable, match="was refused at the start: "):
+            await large.client.resume_bundle(info.bundle_id)
+
+
 async def test_nothing_is_evicted_to_try_a_bundle_out(folder: Path, good: Path) -> None:
     async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
         shadow, large = shadow_of(pair[1]), pair[1]

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from workers.api.errors import (
+    BundleUnusable,
     CacheMismatch,
     CacheNotFound,
     ContextLengthExceeded,
@@ -67,8 +68,8 @@ def fingerprint(model: str) -> str:
 
 @dataclass
 class FakeWorker(Faulty):
-    """Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `chat` (without a cache), `cached_chat`;
-    `complete` and `cached_complete` are their likes for texts."""
+    """Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `resume_bundle`, `chat` (without a cache),
+    `cached_chat`; `complete` and `cached_complete` are their likes for texts."""
 
     name: str
     model: str
@@ -85,6 +86,7 @@ class FakeWorker(Faulty):
     cut_after: int | None = None  # words, after which a stream ends without [DONE]
     break_after: int | None = None  # words, after which a stream ends with an error frame
     by_cost: int | KvrelayError | None = None  # of a handoff by cost it maps so many tokens at most, or declines
+    bundle_off: str | None = None  # why its bundle is not used
     reused_tokens: int = 0  # of what it maps, so many stood mapped here already
     tells_early: bool = True  # what it reused stands in the first chunk too
 
@@ -124,6 +126,7 @@ class FakeWorker(Faulty):
             "/v1/prefix/prefill": ("prefill", self._read),
             "/v1/cache/transfer": ("transfer", self._map),
             "/v1/tokenize": ("tokenize", self._count),
+            "/v1/bundles/fake-bundle/resume": ("resume_bundle", self._resume),
         }
         return [
             *(Route(path, self._call(*work)) for path, work in works.items()),
@@ -168,8 +171,13 @@ class FakeWorker(Faulty):
             source_fingerprint=fingerprint(source),
             target_fingerprint=fingerprint(self.model),
             method="fake",
-            usable=True,
+            usable=self.bundle_off is None,
+            reason=self.bundle_off,
         )
+
+    async def _resume(self, body: Body) -> Body:
+        self.bundle_off = None
+        return self._bundle(next(iter(self.peers.values())).model).model_dump()
 
     async def _count(self, body: Body) -> Body:
         tokens = tokens_of(parse(Prompt, body))
@@ -186,6 +194,8 @@ class FakeWorker(Faulty):
 
     async def _map(self, body: Body) -> Body:
         asked = parse(TransferRequest, body)
+        if self.bundle_off is not None:
+            raise BundleUnusable(self.bundle_off)
         source = await self._lease(asked)
         most = min(asked.num_tokens or len(source.tokens), len(source.tokens))
         num_tokens = self._decided(most) if asked.by_cost else most
