@@ -97,6 +97,8 @@ def examine(config: Path | None, constraints: Path | None, probe: Probe) -> Iter
         secret, finding = cluster_secret(settings)
         yield finding
         yield registry(settings)
+        if settings.discovery is not None:
+            yield redis("discovery", settings.discovery.url, "while it is gone, nobody new is found")
         infos = asyncio.run(ask_workers(settings, secret)) if secret else {}
         yield from workers(settings, infos)
         yield from missing_bundles(settings, infos, config.parent)
@@ -162,6 +164,11 @@ def registry(settings: Settings) -> Finding:
         return Finding("registry", "wrong", error.message, "without its password Redis is not asked; make the file")
     if not settings.registry.is_shared:
         return Finding("registry", "ok", "in the gateway's memory; several gateways need Redis to share it")
+    return redis("registry", url, "without it every prompt counts as new, and nothing else is lost")
+
+
+def redis(check: str, url: str, cost: str) -> Finding:
+    """Whether the Redis that `check` needs answers; `cost` is what it means if not."""
     from redis.exceptions import AuthenticationError, RedisError
     from redis.exceptions import TimeoutError as NoAnswer
 
@@ -169,14 +176,13 @@ def registry(settings: Settings) -> Finding:
     try:
         asyncio.run(_ping(url))
     except AuthenticationError as error:
-        return Finding("registry", "wrong", f"{shown}: {error}", "put the right user and password into registry.url")
+        return Finding(check, "wrong", f"{shown}: {error}", f"put the right user and password into {check}.url")
     except NoAnswer:
         advice = "it is there, and stuck or overloaded: look at its process and its machine, or start it again"
-        return Finding("registry", "wrong", f"{shown}: no answer within {REDIS_TIMEOUT_S:g} s", advice)
+        return Finding(check, "wrong", f"{shown}: no answer within {REDIS_TIMEOUT_S:g} s", f"{advice}; {cost}")
     except (RedisError, OSError, ValueError) as error:
-        advice = "start it, or mend registry.url; without it every prompt counts as new, and nothing else is lost"
-        return Finding("registry", "wrong", f"{shown}: {error}", advice)
-    return Finding("registry", "ok", f"{shown} answers")
+        return Finding(check, "wrong", f"{shown}: {error}", f"start it, or mend {check}.url; {cost}")
+    return Finding(check, "ok", f"{shown} answers")
 
 
 async def _ping(url: str) -> None:
@@ -185,8 +191,8 @@ async def _ping(url: str) -> None:
 
     from workers.api.redis_pool import pool_of
 
-    async with Redis.from_pool(pool_of(url, REDIS_TIMEOUT_S)) as redis:
-        await redis.ping()
+    async with Redis.from_pool(pool_of(url, REDIS_TIMEOUT_S)) as client:
+        await client.ping()
 
 
 # Workers
