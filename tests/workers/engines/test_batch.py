@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -93,10 +93,23 @@ def test_models_that_are_not_known_not_to_mix_rows_are_not_batched() -> None:
     assert not can_batch(served(model_of("stablelm")))
 
 
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @torch.no_grad()
-def test_a_weight_that_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.engines.transformers.rowwise.BLOCK_BYTES", 1000)
-    plain = torch.nn.Linear(32, 100)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [90, 97])  # by 3 threads, the second one only whole
+@pytest.mark.usefixtures("num_threads")
+def test_a_weight_that_is_taken_in_blocks_and_shared_out(
+    size: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.transformers.rowwise.BLOCK_BYTES", 4000)
+    plain = torch.nn.Linear(32, size, bias=bias)
     layers = torch.nn.Sequential(plain)
     make_rowwise(layers)
     hidden = torch.randn(3, 1, 32)

@@ -6,6 +6,9 @@ once. So each block of them is multiplied with one row after the other, while th
 
     block of the weight    |████|....|....|    row 0, row 1, row 2, then the next block
 
+A matrix times one row runs on one thread in MKL, and one thread does not fill the way to the memory. As a batch of
+products, a part of the block each, it runs on all: on two cores in six tenths of the time.
+
 A prompt's tokens are one product, with the factors turned: MKL cuts the first one into panels for its threads, which
 should be the large one. At 4 tokens that takes six tenths of the time, at 64 four fifths.
 """
@@ -35,10 +38,19 @@ class RowwiseLinear(nn.Linear):
         weights = self.weight.chunk(self._num_blocks)
         biases = (None,) * len(weights) if self.bias is None else self.bias.chunk(self._num_blocks)
         blocks = [
-            _joined([nn.functional.linear(token, weight, bias) for token in tokens], dim=0)
+            _joined([_shared_product(token, weight, bias) for token in tokens], dim=0)
             for weight, bias in zip(weights, biases, strict=True)
         ]  # (B, part of out) each
         return _joined(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
+
+
+def _shared_product(token: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`token @ weight.t() + bias` of `(1, in)`, `(1, out)`, the weight's rows shared out among the threads."""
+    size = len(weight)
+    parts = next(n for n in range(torch.get_num_threads(), 0, -1) if size % n == 0)
+    shares = weight.view(parts, size // parts, -1)
+    product = torch.bmm(shares, token.t().expand(parts, -1, 1)).view(1, size)
+    return product if bias is None else product + bias
 
 
 def _turned(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
