@@ -37,6 +37,7 @@ class Attending:
 
 
 Listener = Callable[[Attending], None]
+Attend = Callable[..., Any]  # as transformers calls it: (layer's module, query, key, value, mask, **options)
 
 
 def attention_weights(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -64,10 +65,20 @@ def watched(model: Any, listener: Listener) -> Iterator[None]:
 
     Raises `UnsupportedModel` for a model that does not attend through the register.
     """
+    with attending_by(model, _heard_by(listener), PLAIN):
+        yield
+
+
+@contextmanager
+def attending_by(model: Any, attend: Attend, masks: str) -> Iterator[None]:
+    """While this lasts, `model` attends by `attend`, with masks as the implementation of that name has them.
+
+    One model at a time. Raises `UnsupportedModel` for a model that does not attend through the register.
+    """
     before = model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS[WATCHED] = _heard_by(listener)
+    ALL_ATTENTION_FUNCTIONS[WATCHED] = attend
     # Masks are made only for names that are registered for all; without one, a second piece would not be causal.
-    AttentionMaskInterface.register(WATCHED, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
+    AttentionMaskInterface.register(WATCHED, ALL_MASK_ATTENTION_FUNCTIONS[masks])
     try:
         model.set_attn_implementation(WATCHED)
         if model.config._attn_implementation != WATCHED:
@@ -80,7 +91,7 @@ def watched(model: Any, listener: Listener) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS[WATCHED]
 
 
-def _heard_by(listener: Listener) -> Callable[..., Any]:
+def _heard_by(listener: Listener) -> Attend:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mappers.attention import Attend, attending_by
 from mappers.cache import KVCache
 from mappers.errors import UnsupportedModel
-
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Cosines:
@@ -48,10 +47,9 @@ def compared(model: Any, stand_ins: Sequence[KVCache]) -> Iterator[list[Cosines]
     """While open, every attention of `model` over its own cache is computed over each stand-in as well.
 
     What the model reads and predicts stays the same: the queries are its native ones, in every layer. One model at a
-    time; the hook hangs on the attention function that transformers looks up for each layer.
+    time; see `mappers.attention.attending_by`.
     """
     found = [Cosines(stand_in) for stand_in in stand_ins]
-    layers = {module for module in model.modules() if hasattr(module, "layer_idx")}
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         allowed = ", ".join(sorted(ALL_ATTENTION_FUNCTIONS))
@@ -60,14 +58,10 @@ def compared(model: Any, stand_ins: Sequence[KVCache]) -> Iterator[list[Cosines]
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
         output = plain(module, query, key, value, *rest, **options)
-        if module in layers:
-            for cosines in found:
-                other = plain(module, query, *cosines.replaced(module.layer_idx, key, value), *rest, **options)
-                cosines.add(module.layer_idx, output[0], other[0])
+        for cosines in found:
+            other = plain(module, query, *cosines.replaced(module.layer_idx, key, value), *rest, **options)
+            cosines.add(module.layer_idx, output[0], other[0])
         return output
 
-    ALL_ATTENTION_FUNCTIONS[name] = attend
-    try:
+    with attending_by(model, attend, masks=name):
         yield found
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
