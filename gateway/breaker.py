@@ -110,7 +110,7 @@ class Breaker:
             return self._reopens_in_s <= by.remaining_s
         return self.admits or by.remaining_s > 0
 
-    async def admitting(self, by: Deadline) -> None:
+    async def until_admits(self, by: Deadline) -> None:
         """Waits until a call would be let through: for the end of a trial under way, or for the time to try again.
         Raises `CircuitOpen` where that is later than `by`, or a trial fails meanwhile."""
         era = self._era

@@ -81,6 +81,7 @@ class Native:
         needed_s = num_tokens / worker.prefill_tokens_per_s + reserve_s
         in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
         by = max(in_time, fair, key=lambda deadline: deadline.at)
+        # Another worker of the tier can read in full meanwhile; where there is none, that would wait just as long.
         patience = None if self._course.target.is_usable else self._patience(by)
         return await self._answers.open(
             worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=patience

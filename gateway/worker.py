@@ -192,7 +192,7 @@ class Worker:
         while True:
             if patience is not None and not circuit.admits:
                 with self._gate.queued():
-                    await circuit.admitting(patience)
+                    await circuit.until_admits(patience)
             async with self._gate.place(by):
                 if patience is not None and not circuit.admits:
                     continue  # another was faster, or it opened meanwhile

@@ -141,7 +141,7 @@ async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(break
     opened(breaker)
     clock.now += 2.0
     probes = [breaker.attempt(), breaker.attempt()]
-    waiting = asyncio.create_task(breaker.admitting(Deadline.after(5.0)))
+    waiting = asyncio.create_task(breaker.until_admits(Deadline.after(5.0)))
     await asyncio.sleep(0)
     assert not waiting.done()
     probes[0].end(asyncio.CancelledError())

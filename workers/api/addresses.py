@@ -39,13 +39,14 @@ def parts_of(url: str) -> UrlParts:
 
 
 def address_of(host: str, default_port: int) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT or [IPV6]:PORT. Raises `ValueError`."""
+    """Host and port of HOST, HOST:PORT or [IPV6]:PORT. Raises `ValueError`, which repeats nothing: a password that was
+    not quoted may be taken for a host."""
     found = HOST.fullmatch(host)
     if found is None:
-        raise ValueError(f"{host!r} is no host; needs HOST, HOST:PORT or [IPV6]:PORT")
+        raise ValueError("needs a host, as HOST, HOST:PORT or [IPV6]:PORT")
     port = found["port"] or str(default_port)
     if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= MAX_PORT:
-        raise ValueError(f"{port!r} is no port; allowed are 1 to {MAX_PORT}")
+        raise ValueError(f"needs a port of 1 to {MAX_PORT}")
     return found["v6"] or found["name"], int(port)
 
 
