@@ -37,6 +37,9 @@ START_S = 300.0  # vLLM takes longest
 POLL_S = 0.1
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROBE_TIMEOUT_S = 1.0
+# Workers of one machine have as many threads each as it has cores. By default a thread of GNU OpenMP that waits for
+# another spins for milliseconds, on the core that the other one needs; so it spins for some 50 us and then sleeps.
+SHARED_CORES = {"GOMP_SPINCOUNT": "2000"}
 
 
 class StackError(RuntimeError):
@@ -162,7 +165,8 @@ class Stack:
         self.config = config
         self.folder = folder
         self._settings = _read(config)
-        self._environment = os.environ | {"KVRELAY_SECRET_FILE": str(secret_file.resolve()), "PYTHONUNBUFFERED": "1"}
+        told = {"KVRELAY_SECRET_FILE": str(secret_file.resolve()), "PYTHONUNBUFFERED": "1"}
+        self._environment = SHARED_CORES | os.environ | told
         self.workers: dict[str, Child] = {}
         self.gateway: Child | None = None
 

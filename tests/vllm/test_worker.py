@@ -75,6 +75,7 @@ async def handed_over(small: Served, large: Served) -> str:
 
 async def test_it_tells_what_it_is_and_answers_as_the_model(large: Served, folder: Path) -> None:
     info = await large.client.info(timeout_s=10)
+    assert info.rates.prefill_tokens_per_s, "measured before anybody asks, and after what is slow at first"
     assert (info.engine, info.layout.block_tokens) == ("vllm", BLOCK_TOKENS)
     expected = tiny.greedy(tiny.reference(folder), large.prompt(), NUM)
     reply = await large.chat(max_tokens=NUM, reuse=False)

@@ -151,6 +151,9 @@ class Engine(ABC):
     def sequence(self, claim: Claim, capacity: int) -> AbstractAsyncContextManager[TokenSequence]:
         """Working memory for one request, about `capacity` tokens of it at once."""
 
+    async def warm_up(self) -> None:  # noqa: B027 - most are as fast at first as later
+        """Do before the first request what would make it slow. Raises what a request may."""
+
     @abstractmethod
     async def aclose(self) -> None:
         """Stop after the running step and give the memory back."""

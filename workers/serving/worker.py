@@ -75,6 +75,7 @@ class Worker:
         self._chores: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Worker:
+        await self.engine.warm_up()
         if self.lender is not None:
             self.lender.start()
         self._chores.append(asyncio.create_task(self._sweep()))

@@ -39,6 +39,7 @@ from workers.engines.vllm.params import Lent, LoadPart, Publish, TransferParams,
 from workers.pool.entries import new_cache_id
 
 LENT_S = 60.0  # what is published is read back at once, and given back with the next request
+WARM_UP_TOKENS = 256
 
 
 class VllmEngine(Engine):
@@ -59,6 +60,17 @@ class VllmEngine(Engine):
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
         yield VllmSequence(self, claim)
+
+    async def warm_up(self) -> None:
+        """vLLM's first request takes seconds, and nobody who waits for a handoff has them. The second tells the rate of
+        reading, by which deadlines are set."""
+        num_tokens = min(WARM_UP_TOKENS, self.model.max_model_len // 2)
+        for seed in range(2):
+            ids = [(seed + number) % self.model.vocab_size for number in range(num_tokens)]
+            async with self.admit(priority=0 if seed else BACKGROUND) as claim:
+                sequence = VllmSequence(self, claim)
+                await sequence.read(ids)
+                await sequence.fetch(0)
 
     async def aclose(self) -> None:
         self.llm.shutdown()  # on the loop that its sockets belong to

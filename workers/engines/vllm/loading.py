@@ -25,7 +25,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank runs in the engine's process, which else spins for its word
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "GOMP_SPINCOUNT": "2000",  # some 50 us; by default a thread that waits for another keeps a core for milliseconds
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
