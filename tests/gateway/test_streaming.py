@@ -192,11 +192,11 @@ async def test_a_quiet_stream_is_kept_alive() -> None:
 
 
 async def test_a_stream_ends_at_its_deadline() -> None:
-    async with live_stack(deadlines={"request_s": 0.6, "decode_reserve_s": 0.0}) as stack:
-        stack.large.token_s = 0.15
+    async with live_stack(deadlines={"request_s": 1.2, "decode_reserve_s": 0.0}) as stack:
+        stack.large.token_s = 0.3
         started = time.monotonic()
         _, frames = await streamed(stack, model="large")
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 3.0
         assert orjson.loads(frames[-1])["error"]["code"] == "deadline_exceeded"
 
 
