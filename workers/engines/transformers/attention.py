@@ -21,8 +21,16 @@ def attention_for(device: torch.device) -> str:
     if device.type != "cpu":
         return "sdpa"
     AttentionInterface.register(NAME, grouped_sdpa)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, float_mask)
     return NAME
+
+
+def float_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
+    """`sdpa_mask` as what is added to the scores, 0 or minus infinity: of truth values, each layer would make that."""
+    seen = sdpa_mask(*args, dtype=dtype, **kwargs)
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def grouped_sdpa(
