@@ -1,0 +1,70 @@
+"""Behind the gateway: the `tiny` family with its large model on vLLM, as `make up ENGINE=vllm` serves a family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from tests.e2e.conftest import Right, family, misfit, reference, right  # noqa: F401 - fixtures
+from tests.e2e.running import Cluster, eventually, running, settings_of
+from tests.e2e.talks import carried_on, talk
+from workers.families import Family
+
+FIRST = talk("Hamlet")
+NUM_AT_ONCE = 4
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    installed: None,
+    family: Family,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Cluster]:
+    settings = settings_of(family, "vllm")
+    for worker in settings["workers"].values():
+        if worker["tier"] == "large":
+            worker |= {"engine": "vllm", "max_model_len": 2048}
+    with running(settings, tmp_path_factory.mktemp("stack")) as cluster:
+        yield cluster
+
+
+def test_a_turn_is_handed_over_and_the_next_goes_on_from_it(cluster: Cluster, right: Right) -> None:  # noqa: F811
+    reply = cluster.client.escalate(FIRST)
+    assert reply.path in ("mapped", "hybrid")
+    right(reply, FIRST)
+    after = carried_on(FIRST, reply.text)
+    second = cluster.client.escalate(after)
+    assert second.path in ("mapped", "hybrid")
+    right(second, after)
+
+
+def test_the_gateway_cannot_tell_when_the_large_model_is_asked(
+    cluster: Cluster,
+    right: Right,  # noqa: F811
+) -> None:
+    document = talk("Ophelia")
+    assert [(reply := cluster.client.ask(document, "large")).path for _ in range(2)] == ["prefill", "exact"]
+    right(reply, document)
+
+
+def test_answers_are_right_while_the_small_worker_is_killed(cluster: Cluster, right: Right) -> None:  # noqa: F811
+    talks = [talk(name) for name in ("Othello", "Mercutio", "Tybalt", "Iago", "Banquo", "Cassio")]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        asked = [pool.submit(partial(cluster.client.escalate, document)) for document in talks]
+        eventually(lambda: any(reply.done() for reply in asked), "one of them is answered")
+        cluster.kill("small")
+        replies = [reply.result() for reply in asked]
+    for reply, document in zip(replies, talks, strict=True):
+        right(reply, document)
+    assert any(reply.path not in ("mapped", "hybrid") for reply in replies)
+    cluster.start("small")
+    eventually(lambda: cluster.client.tiers["small"], "the gateway has seen it")
+    after = talk("Duncan")
+    reply = cluster.client.escalate(after)
+    assert reply.path in ("mapped", "hybrid")
+    right(reply, after)
