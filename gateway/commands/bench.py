@@ -1,7 +1,7 @@
 """`kvrelay bench`: what an escalated turn waits for, with and without the handoff.
 
 Arms, interleaved, each on documents of its own so that none finds another's cache:
-  A  the large model reads the whole prompt: the faster of our engine and plain transformers
+  A  the large model reads the whole prompt: the faster of our engine and plain transformers; on vLLM, that alone
   B  the small model first, then the large one; each reuses its own cache only
   C  the small model first, then the large one over the handed-over cache
   D  the large model alone, from arrival, with its own cache
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _run(name: str, engine: str, lengths: Sequence[int], repeats: int) -> dict[s
         target = stack.workers["large-0"].url
         documents = Documents(target, secret)
         http = httpx.Client(base_url=stack.url, timeout=300, trust_env=False)
-        with http, Plain(folders["large"]) as plain:
+        with http, _plain(folders["large"], engine) as plain:
             _warm_up(http, documents)
             measured = list(_measure(http, plain, documents, lengths, repeats, target))
         peak, pool = (
@@ -95,6 +96,11 @@ def _run(name: str, engine: str, lengths: Sequence[int], repeats: int) -> dict[s
     }
 
 
+def _plain(model: str, engine: str) -> AbstractContextManager[Plain | None]:
+    """None beside another engine than ours: its own prefill is what a handoff there saves."""
+    return Plain(model) if engine == family.DEFAULT_ENGINE else nullcontext()
+
+
 def _warm_up(http: httpx.Client, documents: Documents) -> None:
     """Every path once, so that no arm pays for first-time allocations or for rates that nobody knows yet."""
     for arm in ARMS:
@@ -102,7 +108,7 @@ def _warm_up(http: httpx.Client, documents: Documents) -> None:
 
 
 def _measure(
-    http: httpx.Client, plain: Plain, documents: Documents, lengths: Sequence[int], repeats: int, target: str
+    http: httpx.Client, plain: Plain | None, documents: Documents, lengths: Sequence[int], repeats: int, target: str
 ) -> Iterator[tuple[Row, phases.Split | None]]:
     for repeat in range(repeats):
         for length in lengths:
@@ -115,8 +121,9 @@ def _measure(
                     split = phases.between(before, after, length, bool(warm), answer.kvrelay)
                     yield _row(arm, length, repeat, bool(warm), answer), split
                     before = after
-            ids = documents.token_ids(documents.of_length(length, f"{PLAIN} {length} {repeat}"), QUESTIONS[0])
-            yield Row("A", length, repeat, False, plain.prefill_ms(ids), PLAIN), None
+            if plain is not None:
+                ids = documents.token_ids(documents.of_length(length, f"{PLAIN} {length} {repeat}"), QUESTIONS[0])
+                yield Row("A", length, repeat, False, plain.prefill_ms(ids), PLAIN), None
             print(f"  {length} tokens, repeat {repeat + 1}/{repeats}", flush=True)
 
 
