@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+AGAIN_S = 5.0  # a cancellation can get lost, where a library takes it for the end of a timeout of its own
+
 
 def num_tasks() -> int:
     """Tasks of the running event loop; 0 where none runs."""
@@ -14,10 +16,10 @@ def num_tasks() -> int:
         return 0
 
 
-async def end(task: asyncio.Future[Any]) -> None:
+async def end(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
     """Cancels the task, and waits until it has cleaned up. How it ended is looked at, so that a failure is not reported
     as forgotten. Whoever waits for it can be cancelled meanwhile."""
-    if task.cancel():
-        await asyncio.wait({task})
+    while task.cancel():
+        await asyncio.wait({task}, timeout=again_s)
     if not task.cancelled():
         task.exception()

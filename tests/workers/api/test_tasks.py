@@ -1,0 +1,49 @@
+"""Ending a task: it has cleaned up by then, however it takes the news."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from workers.api.tasks import end
+
+
+class Stubborn:
+    """Takes so many cancellations for something else, then one to heart; fails in the end if it is to."""
+
+    def __init__(self, lost: int, error: Exception | None):
+        self.lost = lost
+        self.error = error
+        self.cleaned_up = False
+
+    async def run(self) -> None:
+        for _ in range(self.lost):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.cleaned_up = True
+            if self.error:
+                raise self.error
+
+
+@pytest.mark.parametrize("error", [None, ValueError("planted")])
+@pytest.mark.parametrize("lost", [0, 1, 3])
+async def test_a_task_ends_even_if_it_loses_cancellations(lost: int, error: Exception | None) -> None:
+    stubborn = Stubborn(lost, error)
+    task = asyncio.create_task(stubborn.run())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await end(task, again_s=0.01)
+    assert task.done() and stubborn.cleaned_up
+
+
+async def test_a_task_that_is_done_stays_as_it_is() -> None:
+    task = asyncio.create_task(asyncio.sleep(0, "told"))
+    await task
+    await end(task)
+    assert task.result() == "told"
