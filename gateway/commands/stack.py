@@ -38,8 +38,8 @@ POLL_S = 0.1
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PROBE_TIMEOUT_S = 1.0
 # Workers of one machine have as many threads each as it has cores. By default a thread of GNU OpenMP that waits for
-# another spins for milliseconds, on the core that the other one needs; so it spins for some 50 us and then sleeps.
-SHARED_CORES = {"GOMP_SPINCOUNT": "2000"}
+# another spins for milliseconds, on the core that the other one needs; so it spins for less than one and then sleeps.
+SHARED_CORES = {"GOMP_SPINCOUNT": "30000"}
 
 
 class StackError(RuntimeError):
