@@ -5,6 +5,9 @@
 
 Both fit on the keys and values that the two models make of the same calibration tokens, the first few of each document
 left out for both, and both are judged by the target's perplexity on the same test documents with the same native head.
+The peer is given them as a list; ours makes them anew and keeps none, so its forward passes are taken off its time.
+Layers that both models share are copied by ours, which knows them, and fitted by the peer; `--no-copies` has ours fit
+them as well.
 
     fit    seconds from the first document on, without the models' own forward passes
     map    a whole cache of 1,024 tokens in, one out, the two taking turns; the median
