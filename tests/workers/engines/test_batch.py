@@ -16,7 +16,7 @@ from tests.mappers.pairs import random_documents
 from workers.engines.transformers.attention import attention_for
 from workers.engines.transformers.batch import BATCHED, can_batch, decode
 from workers.engines.transformers.memory import WorkingMemory
-from workers.engines.transformers.rowwise import make_rowwise
+from workers.engines.transformers.rowwise import BLOCK_BYTES, RowwiseLinear, make_rowwise
 
 CPU = torch.device("cpu")
 NAMES = {"gemma3_text": "gemma3"}  # in the zoo, where it is not the model type
@@ -115,6 +115,14 @@ def test_a_weight_that_is_taken_in_blocks_and_shared_out(
     hidden = torch.randn(3, 1, 32)
     assert (layers(hidden) - plain(hidden)).abs().max() < 1e-5
     assert torch.equal(layers(hidden)[1:2], layers(hidden[1:2]))
+
+
+@pytest.mark.parametrize("shape", [(49152, 576), (151936, 1024), (1000, 8)], ids=str)
+def test_the_blocks_of_a_weight_can_be_shared_out(shape: tuple[int, int]) -> None:
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    blocks = RowwiseLinear(layer).blocks_of(layer.weight)
+    assert sum(map(len, blocks)) == shape[0]
+    assert all(len(block) % 8 == 0 and block.nbytes <= BLOCK_BYTES for block in blocks)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK_BYTES = 4 * 2**20
+ALIGNED = 64  # rows of a block come in so many, which most numbers of threads divide
 
 
 class RowwiseLinear(nn.Linear):
@@ -27,7 +28,7 @@ class RowwiseLinear(nn.Linear):
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self._num_blocks = -(-linear.weight.nbytes // BLOCK_BYTES)
+        self._block_rows = max(1, BLOCK_BYTES // linear.weight[0].nbytes // ALIGNED) * ALIGNED
 
     def forward(self, input: Tensor) -> Tensor:
         if input.ndim != 3:
@@ -35,13 +36,18 @@ class RowwiseLinear(nn.Linear):
         if input.shape[1] != 1:
             return _turned(input, self.weight, self.bias)
         tokens = input.unbind(0)  # (1, in) each
-        weights = self.weight.chunk(self._num_blocks)
-        biases = (None,) * len(weights) if self.bias is None else self.bias.chunk(self._num_blocks)
+        weights = self.blocks_of(self.weight)
+        biases = [None] * len(weights) if self.bias is None else self.blocks_of(self.bias)
         blocks = [
             _joined([_shared_product(token, weight, bias) for token in tokens], dim=0)
             for weight, bias in zip(weights, biases, strict=True)
         ]  # (B, part of out) each
         return _joined(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
+
+    def blocks_of(self, parameter: Tensor) -> list[Tensor]:
+        """The weight or the bias, cut between the blocks."""
+        rows = self._block_rows
+        return [parameter[begin : begin + rows] for begin in range(0, len(parameter), rows)]
 
 
 def _shared_product(token: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
