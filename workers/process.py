@@ -44,6 +44,8 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
         raise SettingsError(f"worker {settings.id!r}: {error.message}") from error
     try:
         return asyncio.run(_serve(worker, secret, listener, ready_file))
+    except KvrelayError as error:
+        raise SettingsError(f"worker {settings.id!r} did not start: {error.message}") from error
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)

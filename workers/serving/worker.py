@@ -75,7 +75,11 @@ class Worker:
         self._chores: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Worker:
-        await self.engine.warm_up()
+        try:
+            await self.engine.warm_up()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         if self.lender is not None:
             self.lender.start()
         self._chores.append(asyncio.create_task(self._sweep()))

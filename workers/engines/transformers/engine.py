@@ -6,7 +6,6 @@ round a step (`workers.engines.rounds`). Steps of equal priority run in the orde
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, T
 from workers.engines.compute import BACKGROUND, Compute
 from workers.engines.rates import RateMeter
 from workers.engines.rounds import Rounds
+from workers.engines.threads import share_out_here
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.batch import can_batch, decode
 from workers.engines.transformers.memory import WorkingMemory
@@ -204,11 +204,5 @@ def _chosen(sampler: Sampler, logits: Tensor) -> Token | Exception:
 
 
 def _on_start(num_threads: int) -> None:
-    """Only this thread's work is shared out. A second thread that did so would have helpers of its own, and once there
-    are more of them than cores, all sleep between two products instead of spinning: a prompt takes a fifth longer."""
-    torch.set_num_threads(num_threads)  # for all threads that have not yet looked
-    torch.get_num_threads()
-    following = threading.Thread(target=torch.set_num_threads, args=(1,))
-    following.start()
-    following.join()
+    share_out_here(num_threads)
     torch.set_grad_enabled(False)  # for this thread only

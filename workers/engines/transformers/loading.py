@@ -22,7 +22,7 @@ from workers.settings import SettingsError, WorkerSettings
 
 def load(settings: WorkerSettings) -> TransformersEngine:
     """The engine of one worker, its model in memory. Raises `SettingsError`."""
-    torch.set_num_threads(1)  # of this thread: see how the engine's own starts
+    torch.set_num_threads(1)  # only the engine's own thread shares its work out
     disable_progress_bar()  # a worker's log is no terminal
     try:
         folder = local_folder(settings.model)

@@ -39,7 +39,7 @@ from workers.engines.vllm.params import Lent, LoadPart, Publish, TransferParams,
 from workers.pool.entries import new_cache_id
 
 LENT_S = 60.0  # what is published is read back at once, and given back with the next request
-WARM_UP_TOKENS = 256
+WARM_UP_TOKENS, WARM_UP_S = 256, 240.0
 
 
 class VllmEngine(Engine):
@@ -65,9 +65,10 @@ class VllmEngine(Engine):
         """vLLM's first request takes seconds, and nobody who waits for a handoff has them. The second tells the rate of
         reading, by which deadlines are set."""
         num_tokens = min(WARM_UP_TOKENS, self.model.max_model_len // 2)
+        deadline = time.monotonic() + WARM_UP_S
         for seed in range(2):
             ids = [(seed + number) % self.model.vocab_size for number in range(num_tokens)]
-            async with self.admit(priority=0 if seed else BACKGROUND) as claim:
+            async with self.admit(priority=0 if seed else BACKGROUND, deadline=deadline) as claim:
                 sequence = VllmSequence(self, claim)
                 await sequence.read(ids)
                 await sequence.fetch(0)

@@ -16,6 +16,7 @@ from workers.engines.admission import Admission
 from workers.engines.base import ModelInfo
 from workers.engines.compute import Compute
 from workers.engines.described import describe
+from workers.engines.threads import share_out_here
 from workers.engines.tokenizer import Tokenizer
 from workers.settings import SettingsError, WorkerSettings
 
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank runs in the engine's process, which else spins for its word
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "GOMP_SPINCOUNT": "2000",  # some 50 us; by default a thread that waits for another keeps a core for milliseconds
+    "GOMP_SPINCOUNT": "30000",  # by default a thread that waits for another keeps a core for milliseconds
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
@@ -36,7 +37,8 @@ def load(settings: WorkerSettings) -> Any:
     """The engine of one worker, vLLM's process started and its model in memory. Raises `SettingsError`."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)  # of vLLM's process
+    torch.set_num_threads(1)  # in this one, only the compute thread shares its work out
     try:
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -51,7 +53,7 @@ def load(settings: WorkerSettings) -> Any:
     except (MapperError, ValueError, RuntimeError) as error:
         raise SettingsError(f"worker {settings.id!r}: vLLM cannot serve {settings.model!r}: {error}") from error
     admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)
-    compute = Compute(on_start=lambda: torch.set_num_threads(settings.num_threads))
+    compute = Compute(on_start=lambda: share_out_here(settings.num_threads))
     return VllmEngine(llm, info, tokenizer, admission, compute)
 
 
