@@ -83,7 +83,8 @@ def attending_by(model: Any, attend: Attend, masks: str) -> Iterator[None]:
         model.set_attn_implementation(WATCHED)
         if model.config._attn_implementation != WATCHED:
             raise UnsupportedModel(
-                f"{type(model).__name__} does not tell what it attends to; allowed: weighting uniform and choose top"
+                f"{type(model).__name__} does not tell what it attends to, which weighting and choosing by attention, "
+                "and the comparison of attention outputs, need"
             )
         yield
     finally:

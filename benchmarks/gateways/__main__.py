@@ -103,7 +103,8 @@ def _soaked(rows: Sequence[Row]) -> str:
     for row in rows:
         tenth = row.memory_requests // (len(row.rss_mib) - 1)
         lines += [[row.gateway, index * tenth, f"{mib:.1f}"] for index, mib in enumerate(row.rss_mib)]
-        lines.append([row.gateway, "growth for 10,000, second half", f"{row.growth_mib or 0:+.2f}"])
+        growth = "-" if row.growth_mib is None else f"{row.growth_mib:+.2f}"
+        lines.append([row.gateway, "growth for 10,000, second half", growth])
     return render(("gateway", "requests", "RSS MiB"), lines)
 
 

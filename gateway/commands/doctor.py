@@ -101,7 +101,7 @@ def examine(config: Path | None, constraints: Path | None, probe: Probe) -> Iter
             yield redis("discovery", settings.discovery.url, "while it is gone, nobody new is found")
         infos = asyncio.run(ask_workers(settings, secret)) if secret else {}
         yield from workers(settings, infos)
-        yield from missing_bundles(settings, infos, config.parent)
+        yield from missing_bundles(settings, infos, config.resolve().parent)
         yield ports(settings, infos)
         yield shared_memory(SHM, pools_to_come(settings, infos))
     yield leftovers(SHM)
@@ -178,8 +178,8 @@ def redis(check: str, url: str, cost: str) -> Finding:
     except AuthenticationError as error:
         return Finding(check, "wrong", f"{shown}: {error}", f"put the right user and password into {check}.url")
     except NoAnswer:
-        advice = "it is there, and stuck or overloaded: look at its process and its machine, or start it again"
-        return Finding(check, "wrong", f"{shown}: no answer within {REDIS_TIMEOUT_S:g} s", f"{advice}; {cost}")
+        advice = "it is stuck or overloaded, or its machine cannot be reached: look at both, or start it again"
+        return Finding(check, "wrong", f"{shown}: no answer, {REDIS_TIMEOUT_S:g} s a try", f"{advice}; {cost}")
     except (RedisError, OSError, ValueError) as error:
         return Finding(check, "wrong", f"{shown}: {error}", f"start it, or mend {check}.url; {cost}")
     return Finding(check, "ok", f"{shown} answers")
@@ -251,16 +251,20 @@ def bundles(name: str, info: WorkerInfo, sources: Iterable[str]) -> Finding:
 def missing_bundles(
     settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError], folder: Path
 ) -> Iterator[Finding]:
-    """Of workers on this machine that do not run yet: with such a bundle they do not start. Paths are taken from
-    `folder`, the configuration's own."""
+    """Of workers on this machine that do not run yet: with such a bundle they do not start. Paths are looked up
+    in `folder`, the configuration's own, and else from where we stand, as the worker does."""
     for name, worker in settings.workers.items():
         if isinstance(infos.get(name), WorkerInfo) or http_address(worker.url)[0] not in LOOPBACK:
             continue
         named = _names((worker.model_extra or {}).get("bundles") or settings.bundles)
-        missing = [one for one in named if not (folder / one / MANIFEST).is_file()]
+        missing = [one for one in named if not _is_bundle(folder / one) and not _is_bundle(Path(one))]
         if missing:
             advice = f"mend workers.{name}.bundles, or fit it: kvrelay fit ... --out {missing[0]}"
             yield Finding(f"bundles of {name}", "wrong", f"no {MANIFEST} in {', '.join(missing)}", advice)
+
+
+def _is_bundle(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 def _names(value: Any) -> list[str]:
