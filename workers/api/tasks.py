@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-AGAIN_S = 5.0  # a cancellation can get lost, where a library takes it for the end of a timeout of its own
+AGAIN_S = 20.0  # a cancellation can get lost, where a library takes it for the end of a timeout of its own
 
 
 def num_tasks() -> int:
@@ -20,6 +20,10 @@ async def end(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
     """Cancels the task, and waits until it has cleaned up. How it ended is looked at, so that a failure is not reported
     as forgotten. Whoever waits for it can be cancelled meanwhile."""
     while task.cancel():
-        await asyncio.wait({task}, timeout=again_s)
+        try:
+            await asyncio.wait({task}, timeout=again_s)
+        except asyncio.CancelledError:
+            task.cancel()  # nobody will ask again
+            raise
     if not task.cancelled():
         task.exception()

@@ -42,6 +42,17 @@ async def test_a_task_ends_even_if_it_loses_cancellations(lost: int, error: Exce
     assert task.done() and stubborn.cleaned_up
 
 
+async def test_who_is_cancelled_while_ending_a_task_asks_it_once_more() -> None:
+    stubborn = Stubborn(lost=1, error=None)
+    task = asyncio.create_task(stubborn.run())
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end(task))
+    await asyncio.sleep(0.01)
+    ending.cancel()
+    await asyncio.wait({ending, task}, timeout=10)
+    assert ending.cancelled() and stubborn.cleaned_up
+
+
 async def test_a_task_that_is_done_stays_as_it_is() -> None:
     task = asyncio.create_task(asyncio.sleep(0, "told"))
     await task
