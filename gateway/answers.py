@@ -10,6 +10,7 @@ from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
+from gateway.patience import patience
 from gateway.worker import Stream, Worker
 from workers.api.schemas import ChatRequest, CompletionRequest
 
@@ -55,7 +56,7 @@ class Answers:
         """What the worker of an answer that is whole says about it, in one token."""
         num_top = self._course.policy.num_top_logprobs
         request = asks.follow_up(self._course.turn, stream.answer, question, num_top, by)
-        return await self._noted(stream.worker, request, by, by)
+        return await self._noted(stream.worker, request, by, by, patience(by, self._course.above))
 
     async def _noted(
         self,

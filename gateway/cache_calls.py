@@ -11,6 +11,7 @@ from gateway.course import Parts
 from gateway.deadline import Deadline
 from gateway.errors import CacheUnknown, NoMapper
 from gateway.fleet import Tier
+from gateway.patience import patience
 from gateway.routing import check_may_use
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.tenants import Tenant
@@ -35,7 +36,8 @@ class CacheCall:
     async def prefill(self, asked: PrefixRequest) -> dict[str, Any]:
         """Reads the prefix on a worker of the model that is named."""
         tier = self._tier(asked.target_model)
-        worker = tier.pick(patience=self.deadline)
+        waits = patience(self.deadline)
+        worker = tier.pick(patience=waits)
         form = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
         request = PrefillRequest(
             **form,
@@ -46,7 +48,7 @@ class CacheCall:
             deadline_ms=asks.left_ms(self.deadline),
         )
         with self.parts.shares.one(self.tenant.name):
-            reply = await worker.prefill(request, self.deadline, patience=self.deadline)
+            reply = await worker.prefill(request, self.deadline, patience=waits)
         cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._keep(worker.id, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
@@ -82,7 +84,7 @@ class CacheCall:
         by = self.deadline
         if asked.deadline_ms is not None:
             by = by.earlier(Deadline.after(asked.deadline_ms / 1000))
-        worker = target.pick(patience=by)
+        worker = target.pick()
         request = TransferRequest(
             cache_id=source.entry.cache_id,
             source_worker=source.entry.worker,
@@ -94,7 +96,7 @@ class CacheCall:
             deadline_ms=asks.left_ms(by),
         )
         try:
-            reply, _ = await counted(self.parts.metrics, worker, request, by, patience=by)
+            reply, _ = await counted(self.parts.metrics, worker, request, by, patience=patience(by))
         except CacheUnusable as error:
             await self.parts.caches.forget(source)
             raise _unknown(asked.cache_id) from error

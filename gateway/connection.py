@@ -75,14 +75,14 @@ class Pump:
         await end(self._task)
 
     async def _run(self, items: AsyncGenerator[bytes, None]) -> None:
-        end: Exception | None = None
+        failure: Exception | None = None
         async with aclosing(items):
             try:
                 async for item in items:
                     await self._queue.put(item)
             except Exception as error:
-                end = error
-        await self._queue.put(end)
+                failure = error
+        await self._queue.put(failure)
 
 
 class EventStream(Response):

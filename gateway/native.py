@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
-from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
+from gateway.fleet import Tier
+from gateway.patience import patience
 from gateway.turn import Found, Named
 from gateway.worker import Stream, Worker
 from workers.api.errors import (
@@ -82,10 +83,10 @@ class Native:
         in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
         by = max(in_time, fair, key=lambda deadline: deadline.at)
         # Another worker of the tier can read in full meanwhile; where there is none, that would wait just as long.
-        patience = None if self._course.target.is_usable else self._patience(by)
-        return await self._answers.open(
-            worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=patience
-        )
+        waits = patience(by, [self._course.target, *self._others])
+        if waits is not None and not worker.may_be_usable_by(waits):
+            waits = None
+        return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=waits)
 
     async def read_in_full(self) -> Stream:
         """A full prefill, on the next worker where one fails before its first token. It leaves time to answer for who
@@ -98,12 +99,12 @@ class Native:
         self._was_read_in_full = True
         while True:
             try:
-                patience = self._patience(by)
-                worker = self._course.target.pick(avoid=failed, patience=patience)
+                waits = patience(by, self._others)
+                worker = self._course.target.pick(avoid=failed, patience=waits)
             except NoUsableWorker as error:
                 return await self._from_small_in_need(failed.popitem()[1] if failed else error)
             try:
-                return await self._answers.open(worker, by, judged=self._course.is_judged, patience=patience)
+                return await self._answers.open(worker, by, judged=self._course.is_judged, patience=waits)
             except DeadlineExceeded as error:
                 return await self._from_small_in_need(error)
             except KvrelayError as error:
@@ -134,15 +135,17 @@ class Native:
             raise error
         self._account.fell_back(f"large_{error.code}")
         by = self._turn.deadline
-        return await self._answers.open(self._course.small.pick(patience=by), by, patience=by)
+        waits = patience(by)
+        return await self._answers.open(self._course.small.pick(patience=waits), by, patience=waits)
 
-    def _patience(self, by: Deadline) -> Deadline | None:
-        """All the time there is, where nobody of another tier could answer in the target's place now."""
+    @property
+    def _others(self) -> list[Tier]:
+        """Who could answer in the target's place."""
         course = self._course
         others = [tier for tier in course.above if tier is not course.target] if course.is_judged else []
         if self._small_may_stand_in:
             others.append(course.small)
-        return None if any(tier.is_usable for tier in others) else by
+        return others
 
     @property
     def _small_may_stand_in(self) -> bool:

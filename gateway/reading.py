@@ -8,6 +8,7 @@ from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.descent import answer_from_above
+from gateway.patience import patience
 from gateway.sources import Read
 from gateway.worker import Stream
 from workers.api.errors import CacheUnusable
@@ -23,15 +24,15 @@ class Reader:
     async def answer(self, by: Deadline) -> tuple[Read | None, Stream]:
         """The small model's answer under way, to be judged; and the cache that it answers from, if that is its own."""
         if not self._turn.stores:
-            patience = self._patience(by)
-            worker = self._course.small.pick(patience=patience)
-            return None, await self._answers.open(worker, by, judged=True, patience=patience)
+            waits = patience(by, self._course.above)
+            worker = self._course.small.pick(patience=waits)
+            return None, await self._answers.open(worker, by, judged=True, patience=waits)
         if (stream := await answer_from_above(self._course, self._answers, by)) is not None:
             return None, stream
         read = await self.read(by)
         try:
-            patience = self._patience(by)
-            stream = await self._answers.open(read.worker, by, cache_id=read.cache_id, judged=True, patience=patience)
+            waits = patience(by, self._course.above)
+            stream = await self._answers.open(read.worker, by, cache_id=read.cache_id, judged=True, patience=waits)
             self._turn.report.path = "exact" if read.found or read.cached_tokens else "prefill"
             return read, stream
         except CacheUnusable:
@@ -48,17 +49,13 @@ class Reader:
         if whole is not None and small.workers[whole.entry.worker].is_usable:
             self._answers.num_read = whole.entry.num_tokens
             return Read(small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
-        patience = self._patience(by)
+        waits = patience(by, self._course.above)
         with turn.upstream("small_prefill"):
-            worker = small.pick(preferred=nearest.entry.worker if nearest else None, patience=patience)
+            worker = small.pick(preferred=nearest.entry.worker if nearest else None, patience=waits)
             request = asks.prefill(turn, self._course.parts.settings.handoff, by)
-            reply = await worker.prefill(request, by, patience=patience)
+            reply = await worker.prefill(request, by, patience=waits)
         self._answers.num_read = reply.num_tokens
         turn.report.small_read(reply)
         cache_access(turn.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._prefixes.file_prompt(turn, small.name, worker.id, reply)
         return Read(worker, reply.cache_id, reply.num_tokens, cached_tokens=reply.cached_tokens)
-
-    def _patience(self, by: Deadline) -> Deadline | None:
-        """All the time there is, where no tier above could answer in the small model's place now."""
-        return None if any(tier.is_usable for tier in self._course.above) else by

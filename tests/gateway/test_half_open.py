@@ -162,3 +162,21 @@ async def test_an_exact_cache_is_waited_for_too() -> None:
         stack.large.heal()
         replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(4)))
         assert [told(reply)["path"] for reply in replies] == ["exact"] * 4
+
+
+async def test_who_is_let_through_late_has_time_left_for_the_call() -> None:
+    """Else its timeout would open the circuit again, for everybody."""
+    async with in_process(breaker=BREAKER | {"open_s": 0.7}, deadlines={"request_s": 1.0}) as stack:
+        ask = await opened(stack, "large by name")
+        stack.large.delay("chat", 0.6)
+        assert (await ask(stack)).status_code == 503
+        assert stack.large.made("chat") == [], "it would have had 0.3 s"
+
+
+async def test_a_handed_over_cache_does_not_go_to_a_worker_whose_answers_fail() -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        cache_id = (await prefill(stack)).json()["cache_id"]
+        await opened(stack, "large by name")
+        body = {"cache_id": cache_id, "target_model": "large"}
+        assert (await stack.http.post("/v1/cache/transfer", json=body)).status_code == 503
+        assert stack.large.made("transfer") == []
