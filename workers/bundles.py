@@ -177,4 +177,4 @@ def _judge(
         return JudgedBundle(manifest, reason=str(error))
     reason = mapper.refusal(**gate.model_dump())
     window = Window(mapper.gate(**gate.model_dump()), shadow_window) if shadow_window else None
-    return JudgedBundle(manifest, mapper, reason, window)
+    return JudgedBundle(manifest, mapper if reason is None else None, reason, window)

@@ -6,7 +6,7 @@
     4. head      the first few tokens, read natively by our model from the ticket's token ids
     5. chunks    read the source blocks, map them layer by layer, write ours: one compute step each, so that others
                  decode in between; deadline and the source's generations are checked at each
-    6. put       the new cache gets its id and is marked as mapped
+    6. put       if its bundle is still used, the new cache gets its id and is marked as mapped
     finally      our hold on the blocks goes, and the lease, whatever happened
 
 Equal handoffs that run at once are one.
@@ -25,7 +25,7 @@ from functools import partial
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.errors import InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
+from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
 from workers.handoff.made import Made
@@ -172,6 +172,7 @@ class Handoffs:
                 job.check()
                 await source.use(begin, end, partial(self._map, plan, blocks, clock))
             clock.copy_s, clock.transport = source.copy_s, source.kind
+            self._check_still_used(plan)
             entry = pool.put(
                 blocks,
                 plan.token_ids,
@@ -183,6 +184,11 @@ class Handoffs:
             )
         self._made.note(entry)
         return entry
+
+    def _check_still_used(self, plan: Plan) -> None:
+        """Its bundle may have been switched off meanwhile, and what it had made dropped."""
+        if plan.mapper not in self._target.mappers():
+            raise BundleUnusable(f"bundle {plan.mapper.bundle_id} was switched off meanwhile", param="mapper")
 
     async def _open(self, ticket: Ticket, peer_name: str, job: Job[TransferReply], clock: Clock) -> Source:
         started = time.perf_counter()

@@ -142,8 +142,13 @@ class Shadow:
             num_handed = num_read - DEFAULT_NATIVE_TAIL
             await self._compare(Served(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
         finally:
-            with suppress(CacheNotFound):
-                self._pool.discard(made.cache_id)
+            self._discard(made.cache_id)
+
+    def _discard(self, cache_id: str) -> None:
+        """This very cache: an exact one that has taken its place is a user's."""
+        with suppress(CacheNotFound):
+            if self._pool.peek(cache_id).cache_id == cache_id:
+                self._pool.discard(cache_id)
 
     def _check_room(self, refused: TransferRequest) -> None:
         num_tokens = refused.num_tokens or 0

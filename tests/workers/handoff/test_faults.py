@@ -274,6 +274,14 @@ async def test_the_source_closes_its_pool() -> None:
         pair.close()
 
 
+async def test_a_bundle_that_is_switched_off_meanwhile_leaves_no_cache(pair: Pair) -> None:
+    """What it had made was dropped when it was; what it makes later would be served."""
+    usable = [random_mapper()]
+    pair.adjust(mappers=lambda: list(usable))
+    pair.before_steps(lambda i: usable.clear() if i == 3 else None)
+    await refused(pair, BundleUnusable, "switched off meanwhile", entry=pair.source_cache(200))
+
+
 async def test_our_pool_is_full(pair: Pair) -> None:
     with pair.target.pool.allocate(60):
         with pytest.raises(PoolFull) as full:
