@@ -10,8 +10,10 @@ from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
+from gateway.fleet import Tier
 from gateway.patience import patience
 from gateway.worker import Stream, Worker
+from workers.api.errors import KvrelayError
 from workers.api.schemas import ChatRequest, CompletionRequest
 
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
@@ -44,13 +46,30 @@ class Answers:
         patience: Deadline | None = None,
     ) -> Stream:
         """Under way, with its first content there."""
-        course = self._course
-        policy, settings = course.policy if judged else None, course.parts.settings.handoff
-        request = asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=course.is_native)
+        course, request = self._course, self._request(cache_id, judged)
         if cache_id is not None:
             cache_access(course.turn.tenant, "read", worker=worker.id, cache_id=cache_id)
-        with course.turn.upstream(self.phase(worker)):
+        with course.turn.upstream(self.phase(worker.tier)):
             return await self._noted(worker, request, first_by, course.turn.deadline, patience)
+
+    async def open_by(
+        self,
+        tier: Tier,
+        first_by: Deadline,
+        *,
+        judged: bool = False,
+        failed: dict[str, KvrelayError] | None = None,
+        patience: Deadline | None = None,
+    ) -> Stream:
+        """As `open`, without a cache, by whom of the tier `Tier.ask` asks."""
+        turn = self._course.turn
+        with turn.upstream(self.phase(tier.name)):
+            _, stream = await tier.ask(
+                lambda worker: self._noted(worker, self._request(None, judged), first_by, turn.deadline),
+                failed=failed,
+                patience=patience,
+            )
+            return stream
 
     async def ask_about(self, stream: Stream, question: str, by: Deadline) -> Stream:
         """What the worker of an answer that is whole says about it, in one token."""
@@ -71,8 +90,13 @@ class Answers:
         self._opened.push_async_callback(stream.aclose)
         return stream
 
-    def phase(self, worker: Worker) -> str:
-        return "small_answer" if worker.tier == self._course.small.name else "large_answer"
+    def _request(self, cache_id: str | None, judged: bool) -> ChatRequest | CompletionRequest:
+        course = self._course
+        policy, settings = course.policy if judged else None, course.parts.settings.handoff
+        return asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=course.is_native)
+
+    def phase(self, tier: str) -> str:
+        return "small_answer" if tier == self._course.small.name else "large_answer"
 
     @property
     def num_read_once(self) -> int:

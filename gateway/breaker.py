@@ -11,16 +11,17 @@ about the worker's health (a client's mistake, a full queue, a cancellation) is 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
 from types import TracebackType
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.bell import Bell
 from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
 from workers.api.durations import Seconds
@@ -68,7 +69,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 class Breaker:
-    """One target's circuit. `with breaker.attempt():` around a call admits it, and learns from how it ends."""
+    """One target's circuit. `with breaker.attempt():` around a call admits it, and learns from how it ends. The `bell`
+    is rung when it may admit whom it did not before, or will not for longer than was known."""
 
     def __init__(
         self,
@@ -78,19 +80,20 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         rng: Callable[[], float] = random.random,
         on_transition: Callable[[str, State], None] = lambda target, to: None,
+        bell: Bell | None = None,
     ):
         self.target = target
+        self.bell = bell or Bell()
+        self.era = 0  # counts transitions; a result admitted in an earlier era no longer counts
         self._settings = settings
         self._clock = clock
         self._rng = rng
         self._on_transition = on_transition
         self._state = State.CLOSED
-        self._era = 0  # counts transitions; a result admitted in an earlier era no longer counts
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=settings.window)  # (when, failed)
         self._reopens_at = 0.0
         self._probes = 0
         self._successes = 0
-        self._changed = asyncio.Event()  # another for each change
 
     @property
     def state(self) -> State:
@@ -110,36 +113,30 @@ class Breaker:
             return self._reopens_in_s <= by.remaining_s
         return self.admits or by.remaining_s > 0
 
-    async def until_admits(self, by: Deadline) -> None:
-        """Waits until a call would be let through: for the end of a trial under way, or for the time to try again.
-        Raises `CircuitOpen` where that is later than `by`, or a trial fails meanwhile."""
-        era = self._era
-        while not self.admits:
-            has_reopened = self._state is State.OPEN and self._era != era
-            if has_reopened or not self.may_admit_by(by):
-                raise self._refusal
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._reopens_in_s if self._state is State.OPEN else by.remaining_s):
-                    await self._changed.wait()
+    @property
+    def admits_in_s(self) -> float:
+        """When a call will be let through, if nothing happens before: never, beside a trial under way."""
+        return self._reopens_in_s if self.state is State.OPEN else 0.0 if self.admits else math.inf
+
+    @property
+    def retry_after_s(self) -> float:
+        """What to tell those that are not let through."""
+        return self._settings.open_s
 
     def attempt(self) -> Attempt:
         """Raises `CircuitOpen` where the call is not let through."""
         if not self.admits:
-            raise self._refusal
+            raise CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self.retry_after_s)
         probing = self._state is State.HALF_OPEN
         self._probes += probing
-        return Attempt(self, self._era, probing)
-
-    @property
-    def _refusal(self) -> CircuitOpen:
-        return CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self._settings.open_s)
+        return Attempt(self, self.era, probing)
 
     @property
     def _reopens_in_s(self) -> float:
         return self._reopens_at - self._clock()
 
     def _record(self, era: int, outcome: Outcome) -> None:
-        if era != self._era or outcome is Outcome.NEUTRAL:
+        if era != self.era or outcome is Outcome.NEUTRAL:
             return
         if self._state is State.HALF_OPEN:
             self._record_probe(outcome)
@@ -156,9 +153,9 @@ class Breaker:
             self._enter(State.CLOSED)
 
     def _release(self, era: int) -> None:
-        if era == self._era:
+        if era == self.era:
             self._probes -= 1
-            self._tell()
+            self.bell.ring()
 
     def _failing(self) -> bool:
         oldest = self._clock() - self._settings.window_s
@@ -169,19 +166,37 @@ class Breaker:
 
     def _enter(self, state: State) -> None:
         self._state = state
-        self._era += 1
+        self.era += 1
         self._probes = self._successes = 0
         self._outcomes.clear()
         if state is State.OPEN:
             spread = 1 + self._settings.jitter * (2 * self._rng() - 1)
             self._reopens_at = self._clock() + self._settings.open_s * spread
         self._on_transition(self.target, state)
-        self._tell()
+        self.bell.ring()
 
-    def _tell(self) -> None:
-        """To those that wait."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+
+async def until_one_admits(circuits: Callable[[], Sequence[Breaker]], by: Deadline) -> bool:
+    """Waits until one of the circuits would let a call through: for the end of a trial under way, or for the time to
+    try again. `circuits` tells which there are now; all share a bell, which is rung when there are others, too.
+
+    False where none is left to wait for: none may admit until then, or all that may had a trial fail meanwhile.
+    """
+    eras: dict[Breaker, int] = {}
+    while not any(circuit.admits for circuit in circuits()):
+        hopeful = [
+            circuit
+            for circuit in circuits()
+            if circuit.may_admit_by(by) and not _has_failed_since(circuit, eras.setdefault(circuit, circuit.era))
+        ]
+        if not hopeful:
+            return False
+        await hopeful[0].bell.heard(min(by.remaining_s, *(circuit.admits_in_s for circuit in hopeful)))
+    return True
+
+
+def _has_failed_since(circuit: Breaker, era: int) -> bool:
+    return circuit.state is State.OPEN and circuit.era != era
 
 
 class Attempt:

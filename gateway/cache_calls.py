@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gateway import asks
@@ -17,8 +18,9 @@ from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.tenants import Tenant
 from gateway.transfers import counted
 from gateway.turn import Found
+from gateway.worker import Worker
 from workers.api.errors import BundleUnusable, CacheUnusable, InvalidRequest
-from workers.api.schemas import CacheReply, PrefillRequest, TransferReply, TransferRequest
+from workers.api.schemas import CacheReply, PrefillReply, PrefillRequest, TransferReply, TransferRequest
 
 TOLD = {"cache_id", "num_tokens", "digest", "epoch", "expires_at", "provenance"}
 TOLD_OF_PREFILL = TOLD | {"cached_tokens", "prefill_ms"}
@@ -36,8 +38,13 @@ class CacheCall:
     async def prefill(self, asked: PrefixRequest) -> dict[str, Any]:
         """Reads the prefix on a worker of the model that is named."""
         tier = self._tier(asked.target_model)
-        waits = patience(self.deadline)
-        worker = tier.pick(patience=waits)
+        with self.parts.shares.one(self.tenant.name):
+            worker, reply = await tier.ask(partial(self._read, asked), patience=patience(self.deadline))
+        cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
+        await self._keep(worker.id, reply, reply.num_tokens)
+        return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
+
+    async def _read(self, asked: PrefixRequest, worker: Worker) -> PrefillReply:
         form = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
         request = PrefillRequest(
             **form,
@@ -47,11 +54,7 @@ class CacheCall:
             ttl_s=asked.ttl_s,
             deadline_ms=asks.left_ms(self.deadline),
         )
-        with self.parts.shares.one(self.tenant.name):
-            reply = await worker.prefill(request, self.deadline, patience=waits)
-        cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
-        await self._keep(worker.id, reply, reply.num_tokens)
-        return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
+        return await worker.prefill(request, self.deadline)
 
     async def transfer(self, asked: HandoffRequest) -> dict[str, Any]:
         """Maps a cache for another model, which then holds one of its own."""
@@ -61,10 +64,10 @@ class CacheCall:
             raise _unknown(asked.cache_id)
         self._check_source(asked, source, target)
         with self.parts.shares.one(self.tenant.name):
-            worker_id, reply = await self._mapped(asked, source, target)
+            worker, reply = await self._mapped(asked, source, target)
         made, count, source_id = reply.cache_id, reply.num_tokens, asked.cache_id
-        cache_access(self.tenant, "transferred", worker=worker_id, cache_id=made, num_tokens=count, source=source_id)
-        await self._keep(worker_id, reply, count - reply.reused_tokens)
+        cache_access(self.tenant, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source_id)
+        await self._keep(worker.id, reply, count - reply.reused_tokens)
         return {"object": "cache", "model": target.model} | reply.model_dump(include=TOLD_OF_TRANSFER)
 
     def _tier(self, model: str | None) -> Tier:
@@ -80,11 +83,19 @@ class CacheCall:
         if not source.entry.is_exact:
             raise InvalidRequest(f"cache_id: {asked.cache_id} was mapped itself; a source is exact", param="cache_id")
 
-    async def _mapped(self, asked: HandoffRequest, source: Found, target: Tier) -> tuple[str, TransferReply]:
+    async def _mapped(self, asked: HandoffRequest, source: Found, target: Tier) -> tuple[Worker, TransferReply]:
         by = self.deadline
         if asked.deadline_ms is not None:
             by = by.earlier(Deadline.after(asked.deadline_ms / 1000))
-        worker = target.pick()
+        try:
+            return await target.ask_to_take_over(partial(self._map, asked, source, by), patience(by))
+        except CacheUnusable as error:
+            await self.parts.caches.forget(source)
+            raise _unknown(asked.cache_id) from error
+        except BundleUnusable as error:
+            raise NoMapper(f"no mapper {asked.mapper!r} for this cache and {target.model!r} is usable") from error
+
+    async def _map(self, asked: HandoffRequest, source: Found, by: Deadline, worker: Worker) -> TransferReply:
         request = TransferRequest(
             cache_id=source.entry.cache_id,
             source_worker=source.entry.worker,
@@ -95,14 +106,8 @@ class CacheCall:
             ttl_s=asked.ttl_s,
             deadline_ms=asks.left_ms(by),
         )
-        try:
-            reply, _ = await counted(self.parts.metrics, worker, request, by, patience=patience(by))
-        except CacheUnusable as error:
-            await self.parts.caches.forget(source)
-            raise _unknown(asked.cache_id) from error
-        except BundleUnusable as error:
-            raise NoMapper(f"no mapper {asked.mapper!r} for this cache and {target.model!r} is usable") from error
-        return worker.id, reply
+        reply, _ = await counted(self.parts.metrics, worker, request, by)
+        return reply
 
     async def _keep(self, worker: str, reply: CacheReply, num_tokens: int) -> None:
         """The id for later calls, and what it has cost."""

@@ -111,7 +111,7 @@ class Cascade:
                 if instead is None or self._turn.deadline.remaining_s <= 0:
                     raise
                 broken = error
-            self._turn.phase = self._answers.phase(stream.worker)
+            self._turn.phase = self._answers.phase(stream.worker.tier)
             stream = await instead(broken)
             self._account.settled_on(stream)
 
@@ -167,7 +167,7 @@ class Cascade:
 
     async def _judged(self, read: Read | None, stream: Stream, above: Takeover, by: Deadline) -> Verdict:
         """Whether an answer under way will do. A handoff to the tier above may have begun by then."""
-        with self._turn.upstream(self._answers.phase(stream.worker)):
+        with self._turn.upstream(self._answers.phase(stream.worker.tier)):
             tokens = await self._to_be_judged(read, stream, above, by)
         return self._account.judged(self.course.policy.judge(tokens))
 

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 import httpx
 import structlog
 
-from gateway.breaker import Breaker
+from gateway.bell import Bell
+from gateway.breaker import Breaker, until_one_admits
 from gateway.deadline import Deadline
-from gateway.errors import NoUsableWorker
+from gateway.errors import CircuitOpen, NoUsableWorker
 from gateway.limits import Gate
 from gateway.metrics import OTHER, Metrics
 from gateway.settings import AUTO, Settings, TierSettings
 from gateway.worker import Worker
 from workers.api.client import WorkerClient
-from workers.api.errors import ModelNotFound
+from workers.api.errors import KvrelayError, ModelNotFound
 
 DOWN_POLL_S = 0.25
 AFFINITY_SLACK = 4  # calls under way: for a prefix that it has read, a worker may be so much busier than another
 BOUNDS = ("limits", "breaker", "deadlines")  # settings that gates, circuits and workers are made of
 
+DOWN_RETRY_S = 2.0  # is told to whom nobody can serve for another reason than a circuit
+
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class Tier:
-    """Equal workers behind one public model name."""
+    """Equal workers behind one public model name, and the gate to them."""
 
-    def __init__(self, name: str, model: str, workers: Sequence[Worker]):
+    def __init__(self, name: str, model: str, workers: Sequence[Worker], gate: Gate):
         self.name = name
         self.model = model
         self.workers = {worker.id: worker for worker in workers}
+        self._gate = gate
 
     @property
     def is_usable(self) -> bool:
@@ -43,18 +51,62 @@ class Tier:
     def is_ready(self) -> bool:
         return any(worker.is_ready for worker in self.workers.values())
 
-    def pick(
-        self, preferred: str | None = None, avoid: Collection[str] = (), *, patience: Deadline | None = None
-    ) -> Worker:
+    def pick(self, preferred: str | None = None, avoid: Collection[str] = ()) -> Worker:
         """The preferred worker where it is usable and not much busier than another, else the least busy one; of several
-        such the one that was asked least. Where none is usable now, one that may be within the `patience` of the call.
-        Raises `NoUsableWorker`."""
-        workers = [worker for worker in self.workers.values() if worker.id not in avoid]
-        usable = [worker for worker in workers if worker.is_usable]
-        if not usable and patience is not None:
-            usable = [worker for worker in workers if worker.may_be_usable_by(patience)]
+        such the one that was asked least. Raises `NoUsableWorker`."""
+        return self._picked([worker for worker in self._in_service(avoid) if worker.is_usable], preferred)
+
+    async def ask(
+        self,
+        call: Callable[[Worker], Awaitable[T]],
+        *,
+        preferred: str | None = None,
+        failed: dict[str, KvrelayError] | None = None,
+        patience: Deadline | None = None,
+    ) -> tuple[Worker, T]:
+        """Whom `pick` gave, and what `call` brought of it. Where nobody is usable now, it waits in the tier's queue,
+        within the `patience`, for the first that is. Who `failed` before is not asked, who does now is noted there."""
+        failed = {} if failed is None else failed
+        while True:
+            await self._until_one_admits(lambda: [worker.breaker for worker in self._in_service(failed)], patience)
+            worker = self.pick(preferred, failed)
+            try:
+                return worker, await call(worker)
+            except CircuitOpen:
+                continue  # another call was faster: whoever is usable then
+            except KvrelayError as error:
+                failed[worker.id] = error
+                raise
+
+    async def ask_to_take_over(
+        self, call: Callable[[Worker], Awaitable[T]], patience: Deadline | None
+    ) -> tuple[Worker, T]:
+        """As `ask`, for a `call` that the circuit of transfers has to let through. It goes to nobody whose answers
+        fail, as what it makes is there to answer from."""
+        while True:
+            await self._until_one_admits(lambda: [worker.transfers for worker in self._answering], patience)
+            worker = self._picked([worker for worker in self._answering if worker.transfers.admits])
+            with suppress(CircuitOpen):
+                return worker, await call(worker)
+
+    @property
+    def _answering(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.is_usable]
+
+    def _in_service(self, avoid: Collection[str]) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.is_in_service and worker.id not in avoid]
+
+    async def _until_one_admits(self, circuits: Callable[[], Sequence[Breaker]], patience: Deadline | None) -> None:
+        if patience is not None and not any(circuit.admits for circuit in circuits()):
+            with self._gate.queued():
+                await until_one_admits(circuits, patience)
+
+    def _picked(self, usable: Sequence[Worker], preferred: str | None = None) -> Worker:
         if not usable:
-            raise NoUsableWorker(f"no worker of tier {self.name} is usable now", retry_after_s=2.0)
+            waits_s = [worker.breaker.retry_after_s for worker in self.workers.values() if worker.is_in_service]
+            raise NoUsableWorker(
+                f"no worker of tier {self.name} is usable now", retry_after_s=min(waits_s, default=DOWN_RETRY_S)
+            )
         least = min(usable, key=lambda worker: (worker.num_in_flight, worker.num_begun))
         favourite = next((worker for worker in usable if worker.id == preferred), least)
         return favourite if favourite.num_in_flight <= least.num_in_flight + AFFINITY_SLACK else least
@@ -82,6 +134,7 @@ class Fleet:
         self._keeps = before is not None and all(
             getattr(before._settings, name) == getattr(settings, name) for name in BOUNDS
         )
+        self._bell: Bell = before._bell if before is not None and self._keeps else Bell()
         self.gates = {tier.name: self._gate(tier.name) for tier in settings.tiers}
         self.tiers = {tier.name: self._tier(tier) for tier in settings.tiers}
         self._before = None  # else every fleet there ever was would live on
@@ -170,7 +223,7 @@ class Fleet:
 
     def _tier(self, tier: TierSettings) -> Tier:
         ids = [worker_id for worker_id, worker in self._settings.workers.items() if worker.tier == tier.name]
-        return Tier(tier.name, tier.model, [self._worker(worker_id) for worker_id in ids])
+        return Tier(tier.name, tier.model, [self._worker(worker_id) for worker_id in ids], self.gates[tier.name])
 
     def _worker(self, worker_id: str) -> Worker:
         """As it was before where its configuration is; else a new one, which at the same address knows what was known.
@@ -209,4 +262,6 @@ class Fleet:
         log.info("worker_restarted", worker=worker_id)
 
     def _breaker(self, target: str) -> Breaker:
-        return Breaker(target, self._settings.breaker, on_transition=self._metrics.circuit_changed)
+        return Breaker(
+            target, self._settings.breaker, on_transition=self._metrics.circuit_changed, bell=self._bell
+        )

@@ -84,8 +84,6 @@ class Native:
         by = max(in_time, fair, key=lambda deadline: deadline.at)
         # Another worker of the tier can read in full meanwhile; where there is none, that would wait just as long.
         waits = patience(by, [self._course.target, *self._others])
-        if waits is not None and not worker.may_be_usable_by(waits):
-            waits = None
         return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=waits)
 
     async def read_in_full(self) -> Stream:
@@ -99,18 +97,20 @@ class Native:
         self._was_read_in_full = True
         while True:
             try:
-                waits = patience(by, self._others)
-                worker = self._course.target.pick(avoid=failed, patience=waits)
+                return await self._answers.open_by(
+                    self._course.target,
+                    by,
+                    judged=self._course.is_judged,
+                    failed=failed,
+                    patience=patience(by, self._others),
+                )
             except NoUsableWorker as error:
                 return await self._from_small_in_need(failed.popitem()[1] if failed else error)
-            try:
-                return await self._answers.open(worker, by, judged=self._course.is_judged, patience=waits)
             except DeadlineExceeded as error:
                 return await self._from_small_in_need(error)
             except KvrelayError as error:
-                if error.status < 500:
+                if error.status < 500 or error not in failed.values():  # a full queue is the tier's, and no worker's
                     raise
-                failed[worker.id] = error
 
     async def fall_back(self, error: KvrelayError) -> Stream:
         """A full prefill, in place of the fast path that failed."""
@@ -135,8 +135,7 @@ class Native:
             raise error
         self._account.fell_back(f"large_{error.code}")
         by = self._turn.deadline
-        waits = patience(by)
-        return await self._answers.open(self._course.small.pick(patience=waits), by, patience=waits)
+        return await self._answers.open_by(self._course.small, by, patience=patience(by))
 
     @property
     def _others(self) -> list[Tier]:

@@ -25,8 +25,7 @@ class Reader:
         """The small model's answer under way, to be judged; and the cache that it answers from, if that is its own."""
         if not self._turn.stores:
             waits = patience(by, self._course.above)
-            worker = self._course.small.pick(patience=waits)
-            return None, await self._answers.open(worker, by, judged=True, patience=waits)
+            return None, await self._answers.open_by(self._course.small, by, judged=True, patience=waits)
         if (stream := await answer_from_above(self._course, self._answers, by)) is not None:
             return None, stream
         read = await self.read(by)
@@ -49,11 +48,12 @@ class Reader:
         if whole is not None and small.workers[whole.entry.worker].is_usable:
             self._answers.num_read = whole.entry.num_tokens
             return Read(small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
-        waits = patience(by, self._course.above)
         with turn.upstream("small_prefill"):
-            worker = small.pick(preferred=nearest.entry.worker if nearest else None, patience=waits)
-            request = asks.prefill(turn, self._course.parts.settings.handoff, by)
-            reply = await worker.prefill(request, by, patience=waits)
+            worker, reply = await small.ask(
+                lambda worker: worker.prefill(asks.prefill(turn, self._course.parts.settings.handoff, by), by),
+                preferred=nearest.entry.worker if nearest else None,
+                patience=patience(by, self._course.above),
+            )
         self._answers.num_read = reply.num_tokens
         turn.report.small_read(reply)
         cache_access(turn.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)

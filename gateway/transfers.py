@@ -41,12 +41,12 @@ async def transferred(course: Course, source: Read, worker: Worker, plan: Transf
 
 
 async def counted(
-    metrics: Metrics, worker: Worker, request: TransferRequest, by: Deadline, *, patience: Deadline | None = None
+    metrics: Metrics, worker: Worker, request: TransferRequest, by: Deadline
 ) -> tuple[TransferReply, float]:
     """What the worker made, and how long that took in seconds. Whatever comes of it stands in the metrics."""
     started = time.monotonic()
     try:
-        reply = await worker.transfer(request, by, patience=patience)
+        reply = await worker.transfer(request, by)
     except KvrelayError as error:
         metrics.handoffs.labels(error.code).inc()
         raise

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-from gateway.breaker import Attempt, Breaker, State
+from gateway.breaker import Attempt, Breaker, State, until_one_admits
 from gateway.deadline import Deadline
+from gateway.errors import NoUsableWorker
 from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
 from gateway.policies import Token
@@ -41,8 +42,8 @@ class Worker:
     """Calls one worker, within its tier's bounds. Raises `KvrelayError` only.
 
     Transfers have a circuit of their own: that they fail says little about the worker's answering, since the cause
-    often is the source. A call that its circuit does not let through fails at once; `patience` is for who has no other
-    way: until then the call waits, in the tier's queue, for the circuit to let it through.
+    often is the source. A call that its circuit does not let through fails at once; `patience` is for an answer that
+    nobody else could give: until then it waits, in the tier's queue, for the circuit to let it through.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class Worker:
         self.epoch: str | None = None
         self.num_in_flight = 0  # calls, other than looks
         self.num_begun = 0
-        self.is_drained = False  # an operator wants it left alone
         self._on_restart = on_restart
         self._gate = gate
         self._times = times
+        self._is_drained = False
         self._misses = 0
         self._prefill_rate: float | None = None
         self._map_rate: float | None = None
@@ -80,20 +81,27 @@ class Worker:
         return self._misses < MISSES_UNTIL_DOWN
 
     @property
+    def is_drained(self) -> bool:
+        """An operator wants it left alone."""
+        return self._is_drained
+
+    @is_drained.setter
+    def is_drained(self, is_drained: bool) -> None:
+        self._is_drained = is_drained
+        self.breaker.bell.ring()
+
+    @property
     def is_usable(self) -> bool:
-        return self._is_in_service and self.breaker.admits
+        return self.is_in_service and self.breaker.admits
 
     @property
     def is_ready(self) -> bool:
         """Was seen to be well, and its circuit is not open: while that is half open, calls wait for its trials."""
-        return self._is_in_service and self.info is not None and self.breaker.state is not State.OPEN
-
-    def may_be_usable_by(self, patience: Deadline) -> bool:
-        """Nothing but its circuit keeps calls away, and that may let one through until then."""
-        return self._is_in_service and self.breaker.may_admit_by(patience)
+        return self.is_in_service and self.info is not None and self.breaker.state is not State.OPEN
 
     @property
-    def _is_in_service(self) -> bool:
+    def is_in_service(self) -> bool:
+        """Nothing but its circuit keeps calls away."""
         return self.is_up and not self.is_drained
 
     @property
@@ -110,7 +118,7 @@ class Worker:
         """What is known of the same process: all but its circuits."""
         self.info, self.epoch, self._misses = other.info, other.epoch, other._misses
         self._prefill_rate, self._map_rate = other._prefill_rate, other._map_rate
-        self.is_drained = other.is_drained
+        self._is_drained = other._is_drained
 
     async def look(self) -> None:
         """Asks how the worker is; its epoch tells whether it restarted meanwhile."""
@@ -119,31 +127,32 @@ class Worker:
             if not await self.client.ready(timeout_s=POLL_TIMEOUT_S):
                 raise WorkerUnavailable(f"{self.id} is not ready")
         except KvrelayError:
-            self._misses = MISSES_UNTIL_DOWN if self.info is None else self._misses + 1
+            self._missed(MISSES_UNTIL_DOWN if self.info is None else self._misses + 1)
             return
-        self._misses = 0
         self.info = info
+        self._missed(0)
         self.note_epoch(info.epoch)
+
+    def _missed(self, misses: int) -> None:
+        was_up, self._misses = self.is_up, misses
+        if self.is_up != was_up:
+            self.breaker.bell.ring()
 
     def note_epoch(self, epoch: str) -> None:
         if self.epoch is not None and epoch != self.epoch:
             self._on_restart(self.id)
         self.epoch = epoch
 
-    async def prefill(
-        self, request: PrefillRequest, by: Deadline, *, patience: Deadline | None = None
-    ) -> PrefillReply:
-        async with self._admitted(self.breaker, by, patience):
+    async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
+        async with self._admitted(self.breaker, by):
             with tracing.span("prefill"):
                 reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
         return reply
 
-    async def transfer(
-        self, request: TransferRequest, by: Deadline, *, patience: Deadline | None = None
-    ) -> TransferReply:
-        async with self._admitted(self.transfers, by, patience):
+    async def transfer(self, request: TransferRequest, by: Deadline) -> TransferReply:
+        async with self._admitted(self.transfers, by):
             with tracing.span("transfer"):
                 reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
@@ -187,18 +196,26 @@ class Worker:
             self._prefill_rate = _ewma(self._prefill_rate, num_tokens / prefill_ms * 1000)
 
     @asynccontextmanager
-    async def _admitted(self, circuit: Breaker, by: Deadline, patience: Deadline | None) -> AsyncIterator[Attempt]:
+    async def _admitted(
+        self, circuit: Breaker, by: Deadline, patience: Deadline | None = None
+    ) -> AsyncIterator[Attempt]:
         """A place in the tier by then, and the circuit's leave."""
         while True:
             if patience is not None and not circuit.admits:
-                with self._gate.queued():
-                    await circuit.until_admits(patience)
+                await self._until_admits(circuit, patience)
             async with self._gate.place(by):
                 if patience is not None and not circuit.admits:
                     continue  # another was faster, or it opened meanwhile
                 with self._counted(), circuit.attempt() as attempt:
                     yield attempt
                 return
+
+    async def _until_admits(self, circuit: Breaker, patience: Deadline) -> None:
+        """Raises `NoUsableWorker` where that is in vain."""
+        with self._gate.queued():
+            if await until_one_admits(lambda: [circuit] if self.is_in_service else [], patience):
+                return
+        raise NoUsableWorker(f"{self.id} is not usable now", retry_after_s=circuit.retry_after_s)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.gateway.stack import LONG, Stack, eventually, in_process, told
+from gateway.breaker import Breaker, State
+from gateway.deadline import Deadline
+from gateway.errors import CircuitOpen
+from gateway.fleet import Fleet
+from gateway.worker import Worker
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, told, values
 from workers.api.errors import WorkerUnavailable
+from workers.api.fake import FakeWorker
 
 OPEN_S = 0.15
 TRIAL_S = 0.1
@@ -28,7 +35,7 @@ async def complete(stack: Stack) -> httpx.Response:
 
 
 async def prefill(stack: Stack) -> httpx.Response:
-    return await stack.http.post("/v1/prefix/prefill", json={"prefix": LONG, "target_model": "small"})
+    return await stack.http.post("/v1/prefix/prefill", json={"messages": MESSAGES[:1], "target_model": "small"})
 
 
 async def transfer(stack: Stack) -> httpx.Response:
@@ -141,9 +148,7 @@ async def test_where_another_model_can_answer_nobody_waits() -> None:
 
 async def test_the_small_model_is_waited_for_where_it_is_the_only_one() -> None:
     async with in_process(breaker=BREAKER) as stack:
-        stack.large.fail("readyz", GONE)
-        await stack.look()
-        await stack.look()
+        await gone(stack)
         stack.small.fail("prefill", GONE)
         for _ in range(NUM_TO_OPEN):
             assert (await stack.chat()).status_code == 503
@@ -180,3 +185,149 @@ async def test_a_handed_over_cache_does_not_go_to_a_worker_whose_answers_fail() 
         body = {"cache_id": cache_id, "target_model": "large"}
         assert (await stack.http.post("/v1/cache/transfer", json=body)).status_code == 503
         assert stack.large.made("transfer") == []
+
+
+def fleet_of(stack: Stack) -> Fleet:
+    fleet: Fleet = stack.app.state.gateway.parts.fleet
+    return fleet
+
+
+def worker_of(stack: Stack, name: str) -> Worker:
+    worker = fleet_of(stack).worker(name)
+    assert worker is not None
+    return worker
+
+
+def trip(circuit: Breaker) -> None:
+    while circuit.state is State.CLOSED:
+        circuit.attempt().end(GONE)
+
+
+async def drained(stack: Stack) -> None:
+    worker_of(stack, "large-0").is_drained = True
+
+
+async def gone(stack: Stack) -> None:
+    stack.large.fail("readyz", GONE)
+    await stack.look()
+    await stack.look()
+
+
+CALLS = {"answer": "chat", "own cache": "cached_chat", "transfer": "transfer"}
+
+
+def circuit_of(worker: Worker, waits_for: str) -> Breaker:
+    return worker.transfers if waits_for == "transfer" else worker.breaker
+
+
+async def reply_of(stack: Stack, waits_for: str) -> httpx.Response:
+    return await (transfer(stack) if waits_for == "transfer" else stack.chat(model="large"))
+
+
+async def waiting_for(stack: Stack, waits_for: str) -> asyncio.Task[httpx.Response]:
+    waiting = asyncio.create_task(reply_of(stack, waits_for))
+    await eventually(lambda: stack.metric("num_requests_waiting", tier="large") == 1)
+    return waiting
+
+
+@pytest.mark.parametrize("leaves", [drained, gone])
+@pytest.mark.parametrize("waits_for", CALLS)
+async def test_who_waits_for_a_worker_that_leaves_is_told_at_once(
+    waits_for: str, leaves: Callable[[Stack], Coroutine[Any, Any, None]]
+) -> None:
+    async with in_process(breaker=BREAKER | {"open_s": 4.0}) as stack:
+        if waits_for == "own cache":
+            await stack.chat(model="large")
+        trip(circuit_of(worker_of(stack, "large-0"), waits_for))
+        waiting = await waiting_for(stack, waits_for)
+        await leaves(stack)
+        assert (await asyncio.wait_for(waiting, 1.0)).status_code == 503
+
+
+@asynccontextmanager
+async def two_large(**changes: Any) -> AsyncIterator[tuple[Stack, FakeWorker]]:
+    workers = values()["workers"] | {"large-1": {"tier": "large", "url": "http://large-1"}}
+    other = FakeWorker("large-1", "fake-large")
+    async with in_process({"large-1": httpx.ASGITransport(other)}, workers=workers, **changes) as stack:
+        other.peers = stack.large.peers
+        yield stack, other
+
+
+@pytest.mark.parametrize("waits_for", ["answer", "transfer"])
+async def test_whoever_of_a_tier_is_let_through_to_first_is_asked(waits_for: str) -> None:
+    async with two_large(breaker=BREAKER | {"open_s": 0.8}) as (stack, other):
+        for name in ("large-1", "large-0"):
+            await asyncio.sleep(0.3)
+            trip(circuit_of(worker_of(stack, name), waits_for))
+        assert (await reply_of(stack, waits_for)).status_code == 200
+        assert other.made(CALLS[waits_for]) and not stack.large.made(CALLS[waits_for])
+
+
+@pytest.mark.parametrize("waits_for", ["answer", "transfer"])
+async def test_who_comes_back_while_others_wait_is_asked(waits_for: str) -> None:
+    async with two_large(breaker=BREAKER | {"open_s": 4.0}) as (stack, other):
+        second = worker_of(stack, "large-1")
+        second.is_drained = True
+        trip(circuit_of(worker_of(stack, "large-0"), waits_for))
+        waiting = await waiting_for(stack, waits_for)
+        second.is_drained = False
+        assert (await asyncio.wait_for(waiting, 1.0)).status_code == 200
+        assert other.made(CALLS[waits_for])
+
+
+async def test_who_comes_too_late_for_a_trial_asks_whom_else_there_is(stack: Stack) -> None:
+    tier, asked = fleet_of(stack).tiers["large"], list[str]()
+
+    async def call(worker: Worker) -> str:
+        asked.append(worker.id)
+        if len(asked) % 2:
+            raise CircuitOpen("another was faster")
+        return "answer"
+
+    for ask in (tier.ask(call), tier.ask_to_take_over(call, Deadline.after(1.0))):
+        worker, answer = await ask
+        assert (worker.id, answer) == ("large-0", "answer")
+    assert len(asked) == 4
+
+
+async def test_the_time_of_a_transfer_begins_behind_the_wait() -> None:
+    async with in_process(breaker=BREAKER | {"open_s": 0.6}) as stack:
+        trip(worker_of(stack, "large-0").transfers)
+        assert (await transfer(stack)).status_code == 200
+        assert stack.metric("handoff_duration_seconds_count") == 1
+        assert stack.metric("handoff_duration_seconds_sum") < 0.5
+
+
+async def test_a_question_about_an_answer_waits_too() -> None:
+    async with in_process(breaker=BREAKER, policy={"name": "verifier", "question": "Right?"}) as stack:
+        stack.small.answers_to = {"Right?": "Yes"}
+        await gone(stack)
+        stack.small.stall("cached_chat", after=1)
+        asking = asyncio.create_task(stack.chat())
+        await eventually(lambda: len(stack.small.made("cached_chat")) == 1)
+        trip(worker_of(stack, "small-0").breaker)
+        stack.small.heal()
+        found = told(await asking)
+        assert (found["tier"], found["path"], found["reason"]) == ("small", "prefill", "verified")
+        assert len(stack.small.made("cached_chat")) == 2
+
+
+async def from_named_cache(stack: Stack, cache_id: str) -> dict[str, Any]:
+    body = {"model": "large", "messages": MESSAGES, "kv_transfer_params": {"cache_id": cache_id}}
+    return told(await stack.http.post("/v1/chat/completions", json=body))
+
+
+async def test_a_cache_that_was_named_is_waited_for() -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        cache_id = (await transfer(stack)).json()["cache_id"]
+        trip(worker_of(stack, "large-0").breaker)
+        assert (await from_named_cache(stack, cache_id))["path"] == "mapped"
+
+
+async def test_nobody_waits_for_a_cache_where_another_worker_can_read_in_full() -> None:
+    async with two_large(breaker=BREAKER | {"open_s": 4.0}) as (stack, other):
+        cache_id = (await transfer(stack)).json()["cache_id"]
+        trip(worker_of(stack, "large-0").breaker)
+        started = time.monotonic()
+        assert (await from_named_cache(stack, cache_id))["path"] == "fallback:large_circuit_open"
+        assert time.monotonic() - started < 2.0 and len(other.made("chat")) == 1
