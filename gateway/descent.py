@@ -3,7 +3,8 @@
     turns 1-6   large reads and answers          |◄──────── its exact cache ────────►|
     turn 7      small is asked                   |head|◄───── mapped down ─────►|tail|◄─ new ─►|
 
-A shortcut for the small model's own reading, and no more: what goes wrong is logged, and the small model reads.
+A shortcut for the small model's own reading, and no more: what goes wrong is logged, and the small model reads. A
+bundle on trial is asked for too: that it is refused, and for what, is how its worker learns what to try it out on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _source(course: Course, worker: Worker) -> Read | None:
     sources = [
         Read(tier.workers[found.entry.worker], found.entry.cache_id, found.entry.num_tokens, found)
         for tier, found in best.items()
-        if found is not None and has_bundle(tier.workers[found.entry.worker].info, worker.info)
+        if found is not None and has_bundle(tier.workers[found.entry.worker].info, worker.info, or_trial=True)
     ]
     source = max(sources, key=lambda one: one.num_tokens, default=None)
     own = turn.known[course.small.name].best(exact_only=True)

@@ -62,13 +62,14 @@ class Prefill(Plan):
     failed: bool
 
 
-def has_bundle(source: WorkerInfo | None, target: WorkerInfo | None) -> bool | None:
-    """Whether the target told of a mapper from the source's model that it uses; None where one of them has told nothing
-    yet."""
+def has_bundle(source: WorkerInfo | None, target: WorkerInfo | None, *, or_trial: bool = False) -> bool | None:
+    """Whether the target told of a mapper from the source's model that it uses, or would try out on the handoffs that
+    it refuses; None where one of them has told nothing yet."""
     if source is None or target is None:
         return None
     pair = (source.fingerprint, target.fingerprint)
-    return any((one.source_fingerprint, one.target_fingerprint) == pair and one.usable for one in target.bundles)
+    between = [one for one in target.bundles if (one.source_fingerprint, one.target_fingerprint) == pair]
+    return any(one.usable or (or_trial and one.on_trial) for one in between)
 
 
 def plan(

@@ -88,11 +88,10 @@ class Bundles:
 
     def on_trial(self) -> list[Mapper]:
         """Mappers that were switched off in service, and have rested."""
-        rested = self._clock() - self._rest_s
         return [
             bundle.mapper
             for bundle in self._judged.values()
-            if bundle.mapper is not None and bundle.off_at is not None and bundle.off_at <= rested
+            if bundle.mapper is not None and self._has_rested(bundle)
         ]
 
     def compared(self, bundle_id: str, comparison: Comparison) -> bool:
@@ -126,6 +125,9 @@ class Bundles:
             raise BundleUnusable(f"{bundle_id} was refused at the start: {bundle.reason}")
         return bundle.info
 
+    def _has_rested(self, bundle: JudgedBundle) -> bool:
+        return bundle.off_at is not None and bundle.off_at <= self._clock() - self._rest_s
+
     def _change_to(self, bundle: JudgedBundle) -> None:
         name = bundle.manifest.bundle_id
         self._judged[name] = bundle
@@ -139,7 +141,9 @@ class Bundles:
 
     @property
     def infos(self) -> list[BundleInfo]:
-        return [bundle.info for bundle in self._judged.values()]
+        return [
+            bundle.info.model_copy(update={"on_trial": self._has_rested(bundle)}) for bundle in self._judged.values()
+        ]
 
 
 def load_bundles(

@@ -147,6 +147,16 @@ async def test_and_up_again_from_what_large_holds() -> None:
         assert not stack.large.made("transfer") and not stack.small.made("prefill")
 
 
+@pytest.mark.parametrize("on_trial", [True, False])
+async def test_a_bundle_on_trial_is_asked_for_to_be_tried_out(on_trial: bool) -> None:
+    async with with_bundle_down() as stack:
+        stack.small.bundle_off, stack.small.bundle_on_trial = "below the gate", on_trial
+        await stack.look()
+        reply = await stack.chat(messages := await talked_to_large(stack))
+        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
+        assert len(stack.small.made("transfer")) == on_trial
+
+
 @pytest.mark.parametrize("why", ["no_bundle", "exact", "fails", "short"])
 async def test_else_the_small_model_reads_itself(why: str) -> None:
     async with with_bundle_down(**({"handoff": {"min_tokens": 5000}} if why == "short" else {})) as stack:

@@ -358,7 +358,8 @@ class ShadowInfo(Reply):
 
 
 class BundleInfo(Reply):
-    """One that is not `usable` is refused, for the `reason` given. `shadow` is null until an answer was compared."""
+    """One that is not `usable` is refused, for the `reason` given. One `on_trial` is tried out on the handoffs that are
+    refused for it. `shadow` is null until an answer was compared."""
 
     bundle_id: str
     source_model: str
@@ -366,6 +367,7 @@ class BundleInfo(Reply):
     target_fingerprint: Digest
     method: str
     usable: bool
+    on_trial: bool = False
     reason: str | None = None
     shadow: ShadowInfo | None = None
 

@@ -87,6 +87,7 @@ class FakeWorker(Faulty):
     break_after: int | None = None  # words, after which a stream ends with an error frame
     by_cost: int | KvrelayError | None = None  # of a handoff by cost it maps so many tokens at most, or declines
     bundle_off: str | None = None  # why its bundle is not used
+    bundle_on_trial: bool = False
     reused_tokens: int = 0  # of what it maps, so many stood mapped here already
     tells_early: bool = True  # what it reused stands in the first chunk too
 
@@ -172,6 +173,7 @@ class FakeWorker(Faulty):
             target_fingerprint=fingerprint(self.model),
             method="fake",
             usable=self.bundle_off is None,
+            on_trial=self.bundle_on_trial,
             reason=self.bundle_off,
         )
 
