@@ -15,11 +15,12 @@ RETURN_MARGIN = 0.2  # of what a gate allows
 @dataclass(frozen=True)
 class Comparison:
     """Of one answer's tokens over a mapped and over a native cache: how many, on how many both expect the same next
-    one, and their KL divergences (native to mapped, nats) summed."""
+    one, and their KL divergences (native to mapped, nats) summed. `digest` names the text, prompt and all."""
 
     num_tokens: int
     num_agreed: int
     kl_sum: float
+    digest: str = ""
 
     @property
     def kl_mean(self) -> float:
@@ -39,11 +40,12 @@ def stricter(gate: Gate) -> Gate:
 
 
 class Window:
-    """The last `num_answers` comparisons of one bundle, against a gate."""
+    """The last `num_answers` comparisons of one bundle, against a gate; with `each_text_once`, the last of each."""
 
-    def __init__(self, gate: Gate, num_answers: int):
+    def __init__(self, gate: Gate, num_answers: int, *, each_text_once: bool = False):
         self._gate = gate
         self._size = num_answers
+        self._each_text_once = each_text_once
         self._last: deque[Comparison] = deque(maxlen=num_answers)
 
     @property
@@ -55,10 +57,13 @@ class Window:
         return Window(self._gate, self._size)
 
     def for_trials(self) -> Window:
-        """For what is compared while the bundle is off."""
-        return Window(stricter(self._gate), self._size)
+        """For what is compared while the bundle is off. What is served counts as often as it is; nobody is served then,
+        and one prompt that is asked again and again says no more than once."""
+        return Window(stricter(self._gate), self._size, each_text_once=True)
 
     def add(self, comparison: Comparison) -> None:
+        if self._each_text_once:
+            self._last = deque((one for one in self._last if one.digest != comparison.digest), self._size)
         self._last.append(comparison)
 
     @property

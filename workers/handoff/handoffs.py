@@ -162,7 +162,8 @@ class Handoffs:
             # Entered inside the steps: a result of a step that ends under cancellation would be lost with its hold.
             ours: list[Hold] = []
             needed = blocks_for(plan.num_tokens, pool.layout.block_tokens) - len(shared)
-            await run_step(lambda: ours.append(held.enter_context(pool.allocate(needed))))
+            room = partial(pool.allocate, needed, evict=not self._target.is_trial)
+            await run_step(lambda: ours.append(held.enter_context(room())))
             source = await self._open(plan.ticket, request.source_worker, job, clock)
             blocks = shared + ours[0].blocks
             if plan.head and not shared:
@@ -181,6 +182,7 @@ class Handoffs:
                 provenance=plan.provenance,
                 mapped=Span(plan.head, plan.num_tokens),
                 is_hybrid=plan.is_hybrid,
+                even_barred=self._target.is_trial,
             )
         self._made.note(entry)
         return entry

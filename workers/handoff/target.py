@@ -66,7 +66,8 @@ class HandoffTarget:
     kind, that did not open or broke, and why. `costs` tells what reading and handoffs take, as measured; `native_share`
     of a full prefill is what a handoff by cost may take. `max_tokens` is the model's context, None for one without
     end. With `release_source`, a source cache that was handed over is given up at its worker, so that memory peaks at
-    source, target and a chunk between; `source_released` hears of it."""
+    source, target and a chunk between; `source_released` hears of it. In a trial, bundles are tried out that are off:
+    what they make evicts nothing."""
 
     pool: Pool
     model: str
@@ -84,3 +85,4 @@ class HandoffTarget:
     max_tokens: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
     max_handoffs: int = MAX_HANDOFFS
+    is_trial: bool = False

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
+from workers.api.errors import BundleUnusable, CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
 from workers.api.schemas import Provenance
 from workers.digest import KVIdentity, block_chain, token_digest
 from workers.pool.arena import Arena
@@ -60,6 +60,7 @@ class Pool(PoolMemory):
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # least recently used first
         self._leases: dict[str, Lease] = {}
         self._successors: dict[str, str] = {}  # ids of mapped caches, to the exact ones that took their places
+        self._barred: set[Provenance] = set()
         self._next_expiry = math.inf  # nothing ends before
         self._num_evictions = 0
         self._lease_events = dict.fromkeys(LEASE_EVENTS, 0)
@@ -90,17 +91,17 @@ class Pool(PoolMemory):
 
     # -- blocks for a request ---------------------------------------------------------------------------------------
 
-    def allocate(self, num_blocks: int) -> Hold:
-        """Zeroed blocks, evicting least recently used caches if need be. `PoolFull` if that does not free enough, or
-        if there are not so many: no mistake of the request's, which is answered without a cache. Then nothing is
-        evicted."""
+    def allocate(self, num_blocks: int, *, evict: bool = True) -> Hold:
+        """Zeroed blocks, evicting least recently used caches if need be and allowed. `PoolFull` if that does not free
+        enough, or if there are not so many: no mistake of the request's, which is answered without a cache. Then
+        nothing is evicted."""
         if not 0 <= num_blocks <= self.arena.num_blocks:
             error = InvalidRequest if num_blocks < 0 else PoolFull
             raise error(f"{num_blocks} blocks asked for; this pool has {self.arena.num_blocks}")
         with self._changed:
             self._check_open()
             self._expire(self._clock())
-            self._make_room(num_blocks)
+            self._make_room(num_blocks, evict)
             blocks, dirty = self._ledger.take(num_blocks)
         self.arena.clear(dirty)
         return Hold(blocks, 0, self._drop_users)
@@ -134,9 +135,11 @@ class Pool(PoolMemory):
         provenance: Provenance = EXACT,
         mapped: Span | None = None,
         is_hybrid: bool = False,
+        even_barred: bool = False,
     ) -> CacheEntry:
         """Make a cache of blocks that the caller holds and has finished writing. `mapped` goes with a provenance other
-        than exact, `is_hybrid` with `mapped`. The cache is a user of its own: the caller still releases its hold."""
+        than exact, `is_hybrid` with `mapped`. The cache is a user of its own: the caller still releases its hold.
+        `BundleUnusable` where the provenance is barred, unless it is made to try it out."""
         self._check_put(blocks, token_ids, provenance, mapped)
         digest = token_digest(token_ids, salt)
         keys = block_chain(token_ids, self._identity(salt, EXACT)) if provenance == EXACT else []
@@ -154,6 +157,8 @@ class Pool(PoolMemory):
             is_hybrid=is_hybrid,
         )
         with self._changed:
+            if provenance in self._barred and not even_barred:
+                raise BundleUnusable(f"what is {provenance} is not kept: that bundle is off")
             self._ledger.share(entry.blocks)
             self._entries[entry.cache_id] = entry
             self._index.add(keys, entry.blocks, entry.cache_id)
@@ -168,16 +173,17 @@ class Pool(PoolMemory):
         *,
         ttl_s: float,
         prefix: Hold | None = None,
+        evict: bool = True,
     ) -> CacheEntry:
         """A new cache of all `token_ids`: the first `kv.start` tokens from `prefix`, the others from `kv`.
 
         Whole blocks of `prefix` are shared, one that is cut is copied. On top of a cache that is not exact the result
-        has that cache's provenance, whatever was computed since.
+        has that cache's provenance, whatever was computed since. Errors as `allocate` and `put`.
         """
         base = prefix.entry if prefix is not None else None
         shared, cut = divmod(kv.start, self.layout.block_tokens)
         self._check_store(token_ids, kv, salt, prefix)
-        with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared) as fresh:
+        with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared, evict=evict) as fresh:
             blocks = (prefix.blocks[:shared] if prefix else ()) + fresh.blocks
             if prefix is not None and cut:
                 self.scatter(blocks, self.gather(prefix.blocks, shared * self.layout.block_tokens, kv.start))
@@ -226,11 +232,23 @@ class Pool(PoolMemory):
         with self._changed:
             self._forget(self.peek(cache_id))
 
-    def discard_made_by(self, provenance: Provenance) -> None:
-        """Forget all caches of this provenance, whoever's they are."""
+    def discard_itself(self, cache_id: str) -> None:
+        """As `discard`, but none that has taken its place; no error where it has gone."""
         with self._changed:
-            for entry in [entry for entry in self._entries.values() if entry.provenance == provenance]:
-                self._forget(entry)
+            if cache_id in self._entries:
+                self._forget(self._entries[cache_id])
+
+    def bar(self, provenance: Provenance) -> None:
+        """Forget all caches of this provenance, whoever's they are, and take no more, not even one that is being
+        written by now on top of such a one; until `unbar`."""
+        with self._changed:
+            if provenance not in self._barred:
+                self._barred.add(provenance)
+                self._forget_made_by(provenance)
+
+    def unbar(self, provenance: Provenance) -> None:
+        with self._changed:
+            self._barred.discard(provenance)
 
     def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
         """Which of this tenant's caches is in a second tier and serves these tokens better than what stands here: the
@@ -300,25 +318,24 @@ class Pool(PoolMemory):
 
     # -- inside, with the lock held ---------------------------------------------------------------------------------
 
-    def _make_room(self, num_blocks: int) -> None:
+    def _make_room(self, num_blocks: int, evict: bool) -> None:
         while self._ledger.num_ready < num_blocks:
             if self._ledger.num_clearing and self._changed.wait(_CLEAR_TIMEOUT_S):
                 continue
-            victims = choose_victims(
-                self._entries.values(), self._ledger.users, num_blocks - self._ledger.num_ready
-            )
+            needed = num_blocks - self._ledger.num_ready
+            victims = choose_victims(self._entries.values(), self._ledger.users, needed) if evict else None
             if victims is None:
-                raise self._full(num_blocks)
+                raise self._full(num_blocks, evict)
             for entry in victims:
                 self._forget(entry)
             self._num_evictions += len(victims)
 
-    def _full(self, num_blocks: int) -> PoolFull:
+    def _full(self, num_blocks: int, evict: bool) -> PoolFull:
         now = self._clock()
         waits = [lease.expires_at - now for lease in self._leases.values()]
         return PoolFull(
             f"{num_blocks} blocks asked for; {self._ledger.num_free} of {self.arena.num_blocks} are free and the "
-            f"others are in use by requests and {len(self._leases)} leases",
+            f"others are in use by requests and {len(self._leases)} leases{'' if evict else ', or by caches'}",
             retry_after_s=min(max(min(waits, default=1.0), 0.1), 5.0),
         )
 
@@ -343,6 +360,10 @@ class Pool(PoolMemory):
         if entry.is_exact and self._successors:
             self._successors = {old: new for old, new in self._successors.items() if new != entry.cache_id}
         self._drop_users(entry.blocks)
+
+    def _forget_made_by(self, provenance: Provenance) -> None:
+        for entry in [entry for entry in self._entries.values() if entry.provenance == provenance]:
+            self._forget(entry)
 
     def _drop_users(self, blocks: Sequence[int]) -> None:
         with self._changed:

@@ -41,10 +41,11 @@ class TieredPool(Pool):
                 num_recalls=self._num_recalls,
             )
 
-    def allocate(self, num_blocks: int) -> Hold:
+    def allocate(self, num_blocks: int, *, evict: bool = True) -> Hold:
         """As `Pool.allocate`; what it evicts is copied to the second tier before."""
-        self._spill(num_blocks)
-        return super().allocate(num_blocks)
+        if evict:
+            self._spill(num_blocks)
+        return super().allocate(num_blocks, evict=evict)
 
     def discard(self, cache_id: str) -> None:
         with self._changed:
@@ -52,11 +53,10 @@ class TieredPool(Pool):
                 super().discard(cache_id)
             self._changed.notify_all()
 
-    def discard_made_by(self, provenance: Provenance) -> None:
+    def discard_itself(self, cache_id: str) -> None:
         with self._changed:
-            super().discard_made_by(provenance)
-            for entry in [entry for entry in self._tier.entries() if entry.provenance == provenance]:
-                self._tier.forget(entry.cache_id)
+            if self._tier.forget(cache_id) is None:
+                super().discard_itself(cache_id)
             self._changed.notify_all()
 
     def supersede(self, exact: CacheEntry, *, tip: CacheEntry | None = None) -> int:
@@ -170,6 +170,12 @@ class TieredPool(Pool):
             return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _forget_made_by(self, provenance: Provenance) -> None:
+        super()._forget_made_by(provenance)
+        for entry in [entry for entry in self._tier.entries() if entry.provenance == provenance]:
+            self._tier.forget(entry.cache_id)
+        self._changed.notify_all()
 
     def _expire(self, now: float) -> None:
         super()._expire(now)

@@ -50,7 +50,8 @@ async def page_out(
 ) -> CacheEntry:
     """Keep everything that stands in a sequence as a cache; blocks that were reused whole are shared, not copied.
 
-    Raises `Overloaded` if the pool has no room, and what `TokenSequence.fetch` raises.
+    Raises `Overloaded` if the pool has no room, `BundleUnusable` if what was reused came from a bundle that is off by
+    now, and what `TokenSequence.fetch` raises.
     """
     await sequence.fetch(reuse.num_tokens)
     return await engine.compute.run(
@@ -58,7 +59,9 @@ async def page_out(
     )
 
 
-def store(pool: Pool, sequence: TokenSequence, reuse: Reuse, *, salt: str, ttl_s: float) -> CacheEntry:
+def store(
+    pool: Pool, sequence: TokenSequence, reuse: Reuse, *, salt: str, ttl_s: float, evict: bool = True
+) -> CacheEntry:
     """The step of `page_out`. Runs on the compute thread."""
     return pool.store(
         tuple(sequence.token_ids),
@@ -66,4 +69,5 @@ def store(pool: Pool, sequence: TokenSequence, reuse: Reuse, *, salt: str, ttl_s
         salt,
         ttl_s=ttl_s,
         prefix=reuse.hold if reuse.num_tokens else None,
+        evict=evict,
     )

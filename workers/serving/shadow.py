@@ -17,22 +17,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import structlog
 from torch import Tensor
 
-from workers.api.errors import CacheNotFound, InvalidRequest, PoolFull
+from workers.api.errors import CacheNotFound, InvalidRequest
 from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, KVTransferParams, TransferRequest
 from workers.bundles import Bundles
+from workers.digest import token_digest
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
 from workers.engines.compute import BACKGROUND
 from workers.metrics import WorkerMetrics
-from workers.pool.blocks import blocks_for
 from workers.pool.pool import Pool
 from workers.quality import Comparison
 from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
@@ -69,6 +68,11 @@ class Served:
         return self.token_ids[self.num_prompt - 1 :][:STEP_TOKENS]
 
 
+def _check_length(num_tokens: int, refused: TransferRequest) -> None:
+    if num_tokens <= refused.native_head + DEFAULT_NATIVE_TAIL + STEP_TOKENS:
+        raise InvalidRequest(f"{num_tokens} tokens are too few to try a bundle out on")
+
+
 def compare(native: Tensor, mapped: Tensor) -> Comparison:
     """Of log-probabilities `(T, vocab)` at the same places."""
     native, mapped = native.double(), mapped.double()
@@ -98,7 +102,7 @@ class Shadow:
         self._metrics = metrics
         self._idle = IdleTime(engine, idle_s, patience_s=patience_s)
         self._waiting: deque[Served] = deque()
-        self._show_bundles()
+        self._follow_bundles()
 
     def note(self, served: Served) -> None:
         """To be compared when there is time, if the engine tells what is needed for it."""
@@ -113,7 +117,7 @@ class Shadow:
     def resume(self, bundle_id: str) -> BundleInfo:
         """As `Bundles.resume`."""
         info = self._bundles.resume(bundle_id)
-        self._show_bundles()
+        self._follow_bundles()
         return info
 
     async def run(self) -> None:
@@ -125,37 +129,36 @@ class Shadow:
         if self._waiting:
             await self._compare(self._waiting.popleft())
             self._count("ok")
-        elif self._transfers.refused:
-            await self._try_out(self._transfers.refused.popleft())
+        elif (refused := self._transfers.take_refused()) is not None:
+            await self._try_out(refused)
             self._count("tried")
         else:
             return False
         return True
 
+    def found(self, bundle: str, comparison: Comparison) -> None:
+        """Counted, and judged by."""
+        agreed = comparison.num_agreed
+        self._metrics.shadow_kl.labels(bundle).observe(comparison.kl_mean)
+        self._metrics.shadow_top1.labels(bundle, "same").inc(agreed)
+        self._metrics.shadow_top1.labels(bundle, "other").inc(comparison.num_tokens - agreed)
+        log.info("compared", bundle=bundle, num_tokens=comparison.num_tokens, num_agreed=agreed, kl=comparison.kl_mean)
+        if self._bundles.compared(bundle, comparison):
+            self._follow_bundles()
+
     async def _try_out(self, refused: TransferRequest) -> None:
-        """Raises `InvalidRequest` for a prompt too short to tell anything, `PoolFull` rather than evict anything."""
-        self._check_room(refused)
+        """Raises `InvalidRequest` for a prompt too short to tell anything, and what `Transfers.try_out` raises."""
+        if refused.num_tokens is not None:
+            _check_length(refused.num_tokens, refused)
         made = await self._step(partial(self._transfers.try_out, refused))
         try:
+            _check_length(made.num_tokens, refused)
             token_ids = self._pool.peek(made.cache_id).token_ids
             num_read = made.num_tokens - STEP_TOKENS
             num_handed = num_read - DEFAULT_NATIVE_TAIL
             await self._compare(Served(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
         finally:
-            self._discard(made.cache_id)
-
-    def _discard(self, cache_id: str) -> None:
-        """This very cache: an exact one that has taken its place is a user's."""
-        with suppress(CacheNotFound):
-            if self._pool.peek(cache_id).cache_id == cache_id:
-                self._pool.discard(cache_id)
-
-    def _check_room(self, refused: TransferRequest) -> None:
-        num_tokens = refused.num_tokens or 0
-        if num_tokens <= refused.native_head + DEFAULT_NATIVE_TAIL + STEP_TOKENS:
-            raise InvalidRequest(f"{num_tokens} tokens are too few to try a bundle out on")
-        if blocks_for(num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
-            raise PoolFull(f"no room for {num_tokens} tokens that nobody asked for")
+            self._pool.discard_itself(made.cache_id)  # an exact one that has taken its place is a user's
 
     async def _compare(self, served: Served) -> None:
         params = KVTransferParams(cache_id=served.cache_id, num_tokens=served.num_handed)
@@ -164,7 +167,8 @@ class Shadow:
             raise CacheNotFound(f"an exact cache has taken the place of {served.cache_id}")
         _, native = await self._expected(served, KVTransferParams())
         comparing = partial(self._engine.compute.run, partial(compare, native, mapped), priority=BACKGROUND)
-        self._found(provenance.removeprefix(MAPPED), await self._step(comparing))
+        comparison = replace(await self._step(comparing), digest=token_digest(served.token_ids, served.tenant_salt))
+        self.found(provenance.removeprefix(MAPPED), comparison)
 
     async def _expected(self, served: Served, params: KVTransferParams) -> tuple[str, Tensor]:
         """Where the cache came from that `params` name (without an id: the longest exact prefix), and what is expected
@@ -186,19 +190,12 @@ class Shadow:
     async def _step(self, work: Callable[[], Awaitable[R]]) -> R:
         return await self._idle.step(work, "an answer was compared")
 
-    def _found(self, bundle: str, comparison: Comparison) -> None:
-        agreed = comparison.num_agreed
-        self._metrics.shadow_kl.labels(bundle).observe(comparison.kl_mean)
-        self._metrics.shadow_top1.labels(bundle, "same").inc(agreed)
-        self._metrics.shadow_top1.labels(bundle, "other").inc(comparison.num_tokens - agreed)
-        log.info("compared", bundle=bundle, num_tokens=comparison.num_tokens, num_agreed=agreed, kl=comparison.kl_mean)
-        if self._bundles.compared(bundle, comparison):
-            self._pool.discard_made_by(MAPPED + bundle)  # none from before is served, nor any that was read over such
-            self._show_bundles()
-
-    def _show_bundles(self) -> None:
+    def _follow_bundles(self) -> None:
+        """Of a bundle that is off no cache is served or made, nor any that was read over such."""
         for info in self._bundles.infos:
             self._metrics.bundle_usable.labels(info.bundle_id).set(info.usable)
+            follow = self._pool.unbar if info.usable else self._pool.bar
+            follow(MAPPED + info.bundle_id)
 
     def _count(self, result: str) -> None:
         self._metrics.shadows.labels(result).inc()

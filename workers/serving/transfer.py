@@ -75,9 +75,10 @@ class Transfers:
                 run_step=partial(self._run_step, BACKGROUND),
                 observe=lambda outcome: None,
                 release_source=False,
+                is_trial=True,
             )
         )
-        self.refused: deque[TransferRequest] = deque(maxlen=MAX_REFUSED)  # while a bundle is on trial; the latest
+        self._refused: deque[TransferRequest] = deque(maxlen=MAX_REFUSED)  # while a bundle is on trial; the latest
 
     async def transfer(self, request: TransferRequest) -> TransferReply:
         """Errors as `Handoffs.transfer`, and `InvalidRequest` for a source that is no peer."""
@@ -85,13 +86,17 @@ class Transfers:
             return await self._handoffs.transfer(request, peer=self._peer(request))
         except BundleUnusable as error:
             if self._bundles.on_trial():
-                self.refused.append(request)
+                self._refused.append(request)
             refusals = f"; refused: {self._bundles.refusals}" if self._bundles.refusals else ""
             raise BundleUnusable(f"{error}{refusals}", param=error.param) from error
 
+    def take_refused(self) -> TransferRequest | None:
+        """One that was refused while a bundle was on trial, to try that out on; None if there is none, any more."""
+        return self._refused.popleft() if self._refused else None
+
     async def try_out(self, request: TransferRequest) -> TransferReply:
-        """As `transfer`, by a bundle on trial, while others' work goes first. Nobody else knows the cache's id: whoever
-        tried it out drops it."""
+        """As `transfer`, by a bundle on trial, while others' work goes first; raises `PoolFull` rather than evict
+        anything. Nobody else knows the cache's id: whoever tried it out drops it."""
         asked = request.model_copy(update={"deadline_ms": TRIAL_S * 1000, "ttl_s": TRIAL_TTL_S, "by_cost": False})
         return await self._trials.transfer(asked, peer=self._peer(asked))
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import structlog
 
-from workers.api.errors import CacheNotFound, PoolFull
+from workers.api.errors import CacheNotFound
 from workers.api.schemas import KVTransferParams
 from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
@@ -124,9 +124,10 @@ class Upgrader:
         return await self._idle.step(work, f"{tip.cache_id} was read again", partial(self._check_stands, tip))
 
     def _put_in_place(self, tip: CacheEntry, sequence: TokenSequence, reuse: Reuse) -> int:
-        """How many caches were replaced. Runs on the compute thread, whole: nothing is stored that replaces nothing."""
-        self._check_room(tip)
-        exact = store(self._pool, sequence, reuse, salt=tip.tenant_salt, ttl_s=tip.expires_at - time.time())
+        """How many caches were replaced. Runs on the compute thread, whole: nothing is stored that replaces nothing.
+        Raises `PoolFull` where others have taken the room meanwhile."""
+        ttl_s = tip.expires_at - time.time()
+        exact = store(self._pool, sequence, reuse, salt=tip.tenant_salt, ttl_s=ttl_s, evict=False)
         num_replaced = self._pool.supersede(exact, tip=tip)
         if not num_replaced:
             self._pool.drop(exact.cache_id, tip.tenant_salt)
@@ -136,11 +137,6 @@ class Upgrader:
     def _check_stands(self, tip: CacheEntry) -> None:
         if not self._pool.stands(tip):
             raise _gone(tip)
-
-    def _check_room(self, tip: CacheEntry) -> None:
-        """The room was there when it began; others may have taken it, and nothing is evicted for this."""
-        if blocks_for(tip.num_tokens, self._pool.layout.block_tokens) > self._pool.stats.free_blocks:
-            raise PoolFull(f"no room for {tip.num_tokens} tokens that were read again")
 
 
 def _gone(tip: CacheEntry) -> CacheNotFound:

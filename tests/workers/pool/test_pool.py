@@ -10,6 +10,7 @@ import pytest
 
 from tests.workers.pool.support import LAYOUT, OTHER_SALT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import (
+    BundleUnusable,
     CacheMismatch,
     CacheNotFound,
     InvalidRequest,
@@ -228,6 +229,43 @@ def test_common_prefix_counts_equal_first_tokens(pool: Pool) -> None:
         assert entry.common_prefix(list(ids)) == shared
 
 
+@pytest.mark.parametrize("is_off", [True, False])
+def test_nothing_of_a_barred_provenance_is_kept(pool: Pool, is_off: bool) -> None:
+    """Nor what is written meanwhile on top of such a cache."""
+    base, other = put_mapped(pool, 8), store(pool, 8, first=300)
+    with pool.hold(base.cache_id, SALT) as held:
+        pool.bar(BUNDLE)
+        assert not pool.mapped() and pool.get(other.cache_id, SALT)
+        if is_off:
+            with pytest.raises(BundleUnusable, match=BUNDLE):
+                pool.store([*base.token_ids, 1, 2], random_kv(8, 10), SALT, ttl_s=60, prefix=held)
+        else:
+            pool.unbar(BUNDLE)
+            pool.store([*base.token_ids, 1, 2], random_kv(8, 10), SALT, ttl_s=60, prefix=held)
+    assert free(pool) == 16 - 2 - (0 if is_off else 3)
+
+
+def test_what_is_made_to_try_it_out_stays_while_it_is_barred(pool: Pool) -> None:
+    pool.bar(BUNDLE)
+    with pool.allocate(2) as fresh:
+        tried = pool.put(
+            fresh.blocks, range(8), SALT, ttl_s=60, provenance=BUNDLE, mapped=Span(1, 8), even_barred=True
+        )
+    pool.bar(BUNDLE)
+    assert pool.mapped() == [tried]
+
+
+def test_a_cache_that_goes_itself_leaves_its_successor(pool: Pool) -> None:
+    mapped = put_mapped(pool, 8)
+    exact = store(pool, 8)
+    pool.supersede(exact)
+    pool.discard_itself(mapped.cache_id)
+    assert pool.peek(mapped.cache_id) == exact
+    pool.discard_itself(exact.cache_id)
+    pool.discard_itself(exact.cache_id)
+    assert free(pool) == 16
+
+
 # -- room -----------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +321,15 @@ def test_what_cannot_be_had_evicts_nothing(pool: Pool) -> None:
         with pytest.raises(PoolFull):
             pool.allocate(9)
         pool.get(entry.cache_id, SALT)
+
+
+def test_who_may_not_evict_gets_what_is_free(pool: Pool) -> None:
+    entry = store(pool, 16)
+    with pool.allocate(12, evict=False), pytest.raises(PoolFull, match="1 blocks .* or by caches"):
+        pool.allocate(1, evict=False)
+    with pytest.raises(PoolFull):
+        pool.store(range(64), random_kv(0, 64), SALT, ttl_s=60, evict=False)
+    assert pool.get(entry.cache_id, SALT) == entry and free(pool) == 12
 
 
 @pytest.mark.parametrize(("num_blocks", "error"), [(-1, InvalidRequest), (17, PoolFull)])

@@ -117,7 +117,7 @@ def test_what_a_bundle_made_is_forgotten_in_both_tiers(make: Make) -> None:
 
     away, other_away, here, other_here = (mapped(name) for name in ("bad", "good", "bad", "good"))
     assert pool.evicted((), SALT, away.cache_id) and pool.get(here.cache_id, SALT)
-    pool.discard_made_by("mapped:bad")
+    pool.bar("mapped:bad")
     for gone in (away, here):
         assert_gone(pool, gone)
         assert not pool.recall(gone.cache_id)
@@ -128,7 +128,7 @@ def test_what_was_deleted_or_has_expired_does_not_come_back(make: Make, clock: M
     pool = make(num_slots=12)
     dropped, expired = store(pool, 14, ttl_s=600), store(pool, 14, first=100, ttl_s=5)
     store(pool, 14, first=200)
-    pool.discard(dropped.cache_id)
+    pool.discard_itself(dropped.cache_id)
     clock.now += 6
     for entry in (dropped, expired):
         assert pool.evicted((), SALT, entry.cache_id) is None

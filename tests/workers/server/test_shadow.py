@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ import mappers
 from mappers.manifest import Gate
 from mappers.models import run
 from tests.workers.engines import tiny
-from tests.workers.server.support import SALT, Served, bundle, content, serving, transfer_request, until
+from tests.workers.server.support import SALT, TALK, Served, bundle, content, serving, transfer_request, until
 from tests.workers.server.test_upgrade import Watched
 from workers.api.errors import BundleUnusable, CacheNotFound, PoolFull
-from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, PrefillRequest
+from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, Message, PrefillRequest, TransferReply
 from workers.engines.transformers.engine import TransformersEngine
 from workers.quality import Comparison, Window
 from workers.serving.idle import STEP_TOKENS
@@ -52,13 +52,18 @@ async def pair_of(source: Path, target: Path, bundle: Path, **changes: Any) -> A
         yield small, large
 
 
-async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
+async def handed_over(pair: Pair, messages: Sequence[Message] = TALK, *, whole: bool = False) -> TransferReply:
     small, large = pair
-    ids = small.prompt()
+    ids = small.prompt(messages)
     read = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
-    asked = transfer_request(read.cache_id, num_tokens=len(ids) - TAIL, native_head=HEAD)
-    moved = await large.client.transfer(asked, timeout_s=60)
-    return await large.chat(**{"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes)
+    num_tokens = None if whole else len(ids) - TAIL
+    asked = transfer_request(read.cache_id, num_tokens=num_tokens, native_head=HEAD)
+    return await large.client.transfer(asked, timeout_s=60)
+
+
+async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
+    moved = await handed_over(pair)
+    return await pair[1].chat(**{"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes)
 
 
 def shadow_of(large: Served) -> Shadow:
@@ -156,8 +161,8 @@ def test_what_may_come_back_is_better_than_what_may_stay() -> None:
     service = Window(Gate(), WINDOW)
     trials = service.for_trials()
     for window in (service, trials):
-        for _ in range(WINDOW):
-            window.add(Comparison(100, 82, 0.0))
+        for number in range(WINDOW):
+            window.add(Comparison(100, 82, 0.0, digest=str(number)))
     assert service.objection is None
     assert trials.objection == f"top-1 agreement 0.820 {OVER} is below the gate's 0.84"
 
@@ -166,13 +171,16 @@ def switch_off(large: Served) -> None:
     """By what it is told was found."""
     bundles = large.worker.bundles
     (info,) = bundles.infos
-    changed = [bundles.compared(info.bundle_id, Comparison(10, 0, 90.0)) for _ in range(WINDOW)]
-    assert changed == [False] * (WINDOW - 1) + [True]
+    for _ in range(WINDOW):
+        assert bundles.usable()
+        large.worker.shadow.found(info.bundle_id, Comparison(10, 0, 90.0))
+    assert not bundles.usable()
 
 
-async def refused(pair: Pair) -> None:
+async def refused(pair: Pair, number: int = 0, **changes: Any) -> None:
+    """The handoff of a prompt of this number."""
     with pytest.raises(BundleUnusable):
-        await mapped_answer(pair)
+        await handed_over(pair, [Message(role="system", content=f"Case {number}."), *TALK], **changes)
 
 
 async def test_a_bundle_that_does_well_again_is_switched_on_again(folder: Path, good: Path) -> None:
@@ -180,7 +188,7 @@ async def test_a_bundle_that_does_well_again_is_switched_on_again(folder: Path, 
         shadow, large = shadow_of(pair[1]), pair[1]
         switch_off(large)
         for number in range(WINDOW):
-            await refused(pair)
+            await refused(pair, number)
             assert await shadow.compare_one()
             assert not large.worker.pool.mapped(), "what was tried out is gone, and nobody was served from it"
             assert (await told(large)).usable == (number == WINDOW - 1)
@@ -199,7 +207,8 @@ async def test_it_is_tried_out_as_it_would_be_served(
     async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
         shadow, large = shadow_of(pair[1]), pair[1]
         switch_off(large)
-        await refused(pair)
+        with pytest.raises(BundleUnusable):
+            await handed_over(pair)
         assert await shadow.compare_one()
         info, ids = (await told(large)).shadow, large.prompt()[:-TAIL]
     begin, handed = len(ids) - STEP_TOKENS, len(ids) - STEP_TOKENS - DEFAULT_NATIVE_TAIL
@@ -216,11 +225,48 @@ async def test_one_that_does_not_stays_off(folder: Path, small_folder: Path, bun
     async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
         shadow, large = shadow_of(pair[1]), pair[1]
         switch_off(large)
-        for _ in range(WINDOW + 1):
-            await refused(pair)
+        for number in range(WINDOW + 1):
+            await refused(pair, number)
             assert await shadow.compare_one()
         info = await told(large)
         assert not info.usable and info.shadow is not None and info.shadow.num_answers == WINDOW
+
+
+async def test_a_prompt_that_is_asked_again_and_again_is_one_trial(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        for number in (0, 1, 0, 1, 1, 2):
+            info = await told(large)
+            assert not info.usable and info.on_trial and (info.shadow is None or info.shadow.num_answers < WINDOW)
+            await refused(pair, number)
+            assert await shadow.compare_one()
+        info = await told(large)
+        assert info.usable and not info.on_trial
+
+
+async def test_a_handoff_that_names_no_length_is_tried_out_too(folder: Path, good: Path) -> None:
+    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
+        shadow, large = shadow_of(pair[1]), pair[1]
+        switch_off(large)
+        await refused(pair, whole=True)
+        assert await shadow.compare_one()
+        assert (await told(large)).shadow is not None
+
+
+async def test_an_answer_over_a_cache_whose_bundle_goes_off_meanwhile_is_told_and_not_kept(
+    folder: Path, good: Path
+) -> None:
+    async with pair_of(folder, folder, good) as pair:
+        _, large = pair
+        moved = await handed_over(pair)
+        answering = asyncio.create_task(large.chat(cache_id=moved.cache_id, max_tokens=150))
+        await until(lambda: large.worker.engine.admission.num_running == 1)
+        switch_off(large)
+        reply = await answering
+        usage = reply["kv_transfer_params"]
+        assert content(reply) and usage["mapped_tokens"] and usage["cache_id"] is None
+        assert not large.worker.pool.mapped() and not large.worker.pool.stats.num_caches
 
 
 async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -> None:
@@ -228,7 +274,7 @@ async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -
         shadow, large = shadow_of(pair[1]), pair[1]
         switch_off(large)
         await refused(pair)
-        assert not await shadow.compare_one()
+        assert not await shadow.compare_one() and not (await told(large)).on_trial
 
 
 async def test_an_operator_need_not_wait_for_its_trials(folder: Path, good: Path) -> None:
@@ -259,9 +305,10 @@ async def test_nothing_is_evicted_to_try_a_bundle_out(folder: Path, good: Path) 
         shadow, large = shadow_of(pair[1]), pair[1]
         switch_off(large)
         await refused(pair)
-        pool = large.worker.pool
+        pool, kept = large.worker.pool, (await large.chat())["kv_transfer_params"]
         with pool.allocate(pool.stats.free_blocks), pytest.raises(PoolFull):
             await shadow.compare_one()
+        assert pool.get(kept["cache_id"], SALT) and pool.stats.num_caches == 1
 
 
 async def test_it_yields_to_real_work_between_two_steps(folder: Path, good: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
 from tests.workers.server.support import QUESTION, SALT, TALK, Served, content, serving, transfer_request, until
-from workers.api.errors import CacheNotFound, Overloaded
+from workers.api.errors import CacheNotFound, Overloaded, PoolFull
 from workers.api.schemas import Message, PrefillRequest
 from workers.engines.compute import BACKGROUND, Compute
 from workers.pool.entries import CacheEntry, Span
@@ -194,6 +194,23 @@ async def test_the_exact_cache_lives_no_longer_than_the_mapped_one_would_have(pa
     assert await upgrader.upgrade_one()
     exact = pool.peek(usage["cache_id"])
     assert exact.is_exact and exact.expires_at == pytest.approx(usage["expires_at"], abs=0.1)
+
+
+async def test_it_evicts_nothing_where_others_have_taken_the_room_meanwhile(pair: tuple[Served, Served]) -> None:
+    _, large = pair
+    pool = large.worker.pool
+    await mapped_answer(pair)
+    other = (await large.chat([QUESTION]))["kv_transfer_params"]["cache_id"]
+    taken = ExitStack()
+
+    def begin(num_steps: int) -> None:
+        if num_steps == 2:
+            taken.enter_context(pool.allocate(pool.stats.free_blocks))
+
+    upgrader, _ = watched_upgrader(large, begin)
+    with taken, pytest.raises(PoolFull):
+        await upgrader.upgrade_one()
+    assert pool.peek(other).is_exact and len(pool.mapped()) == 2
 
 
 @pytest.mark.parametrize("busy", ["requests", "compute"])

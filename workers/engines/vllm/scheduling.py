@@ -239,7 +239,8 @@ class SchedulerSide:
             saving.hold.release()
 
     def _lend(self, state: RequestState, hold: Hold) -> Lease:
-        """A lease on what was saved; the cache itself is forgotten, so that it goes when the lease does."""
+        """A lease on what was saved; the cache itself is forgotten, so that it goes when the lease does. Whether the
+        bundle that it came from is still used is asked where it is kept: in the worker's own pool."""
         assert state.publish is not None, "what is saved was to be published"
         ttl_s = state.publish.ttl_s
         entry = self.pool.put(
