@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import mappers
 from mappers.cache import KVCache
+from mappers.fingerprint import fingerprint
+from mappers.models import run
 from tests.workers.handoff.support import SOURCE, SOURCE_LAYOUT, TARGET, TARGET_LAYOUT, make_pool, random_mapper
 from tests.workers.pool.support import SALT, random_kv
 from workers.api.schemas import KVLayout, Ticket
@@ -20,6 +24,7 @@ from workers.engines.vllm.paged import CpuLayout
 from workers.engines.vllm.plan import Target
 from workers.engines.vllm.scheduling import SchedulerSide
 from workers.engines.vllm.shards import Heads
+from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.pool import Pool
 from workers.pool.tickets import TicketOffice
@@ -116,6 +121,37 @@ def engine() -> Iterator[Engine]:
         scheduler.close()
         for pool in pools.values():
             pool.close()
+
+
+@dataclass
+class Peer:
+    """A worker's pool, and the tickets on it."""
+
+    pool: Pool
+    office: TicketOffice
+
+    def ticket(self, token_ids: Sequence[int], kv: KVCache) -> Ticket:
+        entry = self.pool.store(tuple(token_ids), kv, SALT, ttl_s=600)
+        return self.office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
+
+
+def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "float32") -> Peer:
+    layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype=dtype)
+    arena = create_arena("shm", layout, 2**24, worker="test-vllm-peer", epoch=new_epoch())
+    pool = Pool(arena, fingerprint(folder))
+    return Peer(pool, TicketOffice(pool, folder.name))
+
+
+def replayed(
+    bundle: Path, source: Any, target: Any, ids: list[int], handed: int, head: int, num_tokens: int
+) -> list[int]:
+    """The greedy tokens of `target` behind `ids`, of which it has read all but `[head, handed)`: that was mapped."""
+    cache = mappers.replay(mappers.load(bundle), source, target, ids, handed, head)
+    written: list[int] = []
+    for _ in range(num_tokens):
+        _, hidden = run(target, (ids + written)[handed:], cache)
+        written.append(int(target.lm_head(hidden[-1]).argmax()))
+    return written
 
 
 def params(*tickets: Ticket, publish: bool = False, **more: Any) -> dict[str, Any]:

@@ -11,21 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import mappers
-from mappers.cache import KVCache
-from mappers.fingerprint import fingerprint
-from mappers.models import read, run
+from mappers.models import read
 from tests.vllm.conftest import BLOCK_TOKENS as BLOCK
-from tests.vllm.support import params
+from tests.vllm.support import Peer, params, peer_of, replayed
 from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from tests.workers.pool.support import SALT
-from workers.api.schemas import KVLayout, Ticket
 from workers.engines.vllm.moving import Sources
 from workers.engines.vllm.params import TransferReport
-from workers.pool.arena import create_arena, new_epoch
-from workers.pool.pool import Pool
-from workers.pool.tickets import TicketOffice
 
 NUM = 6
 TOLERANCE = 1e-4  # float32 sums in another order
@@ -72,25 +65,6 @@ _salts = itertools.count()
 def fresh() -> str:
     """A salt under which vLLM has nothing yet."""
     return f"fresh-{next(_salts)}"
-
-
-@dataclass
-class Peer:
-    """A worker's pool, and the tickets on it."""
-
-    pool: Pool
-    office: TicketOffice
-
-    def ticket(self, token_ids: Sequence[int], kv: KVCache) -> Ticket:
-        entry = self.pool.store(tuple(token_ids), kv, SALT, ttl_s=600)
-        return self.office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
-
-
-def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "float32") -> Peer:
-    layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype=dtype)
-    arena = create_arena("shm", layout, 2**24, worker="test-vllm-peer", epoch=new_epoch())
-    pool = Pool(arena, fingerprint(folder))
-    return Peer(pool, TicketOffice(pool, folder.name))
 
 
 @pytest.fixture
@@ -161,12 +135,7 @@ def test_native_head_and_mapped_rest_answer_as_the_replay(
     answer = ask(ids, params(own, source))
     small.pool.close()
     assert answer.report.loaded_tokens == handed
-    cache = mappers.replay(mappers.load(bundle), source_model, model, ids, handed, head)
-    written: list[int] = []
-    for _ in range(NUM):
-        _, hidden = run(model, (ids + written)[handed:], cache)
-        written.append(int(model.lm_head(hidden[-1]).argmax()))
-    assert answer.token_ids == written
+    assert answer.token_ids == replayed(bundle, source_model, model, ids, handed, head, NUM)
 
 
 @pytest.mark.parametrize("lost", ["all", "later blocks"])

@@ -1,4 +1,5 @@
-"""A plain vLLM server with the connector, as docs/vllm.md starts it: no kvrelay worker, only `kv_transfer_params`."""
+"""A plain vLLM server with the connector, as docs/vllm.md starts it: no kvrelay worker, only `kv_transfer_params`. Of
+one rank, and of two by tensor parallel, each of which maps its own heads."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from mappers.models import read
 from tests.vllm.conftest import BLOCK_TOKENS
-from tests.vllm.support import params
+from tests.vllm.support import params, peer_of, replayed
 from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from workers.api.schemas import Ticket
@@ -39,8 +41,10 @@ def documented(bundle: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def server(
+    request: pytest.FixtureRequest, folder: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
@@ -53,6 +57,7 @@ def server(folder: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory)
     }
     arguments = ["--model", folder, "--served-model-name", "tiny", "--dtype", "float32", "--block-size", BLOCK_TOKENS]
     arguments += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
+    arguments += ["--tensor-parallel-size", request.param]
     arguments += ["--kv-transfer-config", json.dumps(documented(bundle))]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -101,6 +106,22 @@ def test_a_client_publishes_and_loads_through_the_openai_api(server: httpx.Clien
     expected = tiny.greedy(tiny.reference(folder), ids, NUM)
     words = tiny.tokenizer()
     assert native.startswith(words.decode(expected[:-1], skip_special_tokens=True))
+
+
+def test_a_small_models_cache_is_mapped_behind_a_native_head(
+    server: httpx.Client, folder: Path, small_folder: Path, bundle: Path
+) -> None:
+    ids, handed, head = random_tokens(150, seed=7), 120, 4
+    source, target = tiny.reference(small_folder), tiny.reference(folder)
+    small = peer_of(small_folder, 2, block_tokens=20)
+    ticket = small.ticket(ids[:handed], read(source, ids[:handed]))
+    _, own = complete(server, ids[:head], params(publish=True), num=1)
+    assert own.ticket is not None
+    text, report = complete(server, ids, params(own.ticket, ticket))
+    small.pool.close()
+    assert (report.loaded_tokens, report.refused) == (handed, None)
+    expected = replayed(bundle, source, target, ids, handed, head, NUM)
+    assert text.startswith(tiny.tokenizer().decode(expected[:-1], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("bad", [{"cache_id": 5}, {"tenant_salt": 7}, {"load": [1]}], ids=str)
