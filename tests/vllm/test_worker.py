@@ -130,6 +130,20 @@ async def test_small_on_vllm_large_on_transformers(folder: Path, small_folder: P
         assert content(mapped) == large.text(replayed(folder, small_folder, bundle, ids, len(ids) - TAIL, NUM))
 
 
+async def test_two_ranks_answer_as_one(
+    small_transformers: Served, folder: Path, small_folder: Path, bundle: Path
+) -> None:
+    ranks = {"tensor_parallel_size": 2}
+    peers = {"small": small_transformers.app}
+    async with on_vllm(folder, id="ranks", peers=peers, bundles=[bundle], engine_options=ranks) as large:
+        ids = large.prompt()
+        mapped = await large.chat(cache_id=await handed_over(small_transformers, large), max_tokens=NUM)
+        assert usage(mapped).path == "mapped"
+        assert content(mapped) == large.text(replayed(folder, small_folder, bundle, ids, len(ids) - TAIL, NUM))
+        native = await large.chat(max_tokens=NUM, reuse=False)
+        assert content(native) == large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
+
+
 async def test_requests_at_once_keep_to_themselves(large: Served) -> None:
     alone = [content(await large.chat(TALK[:1] + TALK[1:] * n, max_tokens=NUM, reuse=False)) for n in (1, 2, 3)]
     together = await asyncio.gather(
