@@ -30,10 +30,10 @@ from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
 from workers.api import secret
-from workers.api.addresses import HttpUrl
+from workers.api.addresses import HttpUrl, scheme_of
 from workers.api.durations import Seconds, SecondsOrNone
 from workers.api.heartbeat import DiscoverySettings
-from workers.api.redis_url import REDIS_SCHEMES, checked, has_password, scheme_of, with_password
+from workers.api.redis_url import REDIS_SCHEMES, checked, has_password, with_password
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
 from workers.api.yaml_file import YamlUnusable, read_yaml

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from gateway.registry.base import Entry, Registry
 from gateway.settings import MEMORY, RegistrySettings
-from workers.api.redis_url import REDIS_SCHEMES, scheme_of
+from workers.api.addresses import scheme_of
+from workers.api.redis_url import REDIS_SCHEMES
 
 __all__ = ["Entry", "Registry", "connect"]
 

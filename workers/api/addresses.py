@@ -38,6 +38,11 @@ def parts_of(url: str) -> UrlParts:
     return UrlParts(**found.groupdict())
 
 
+def scheme_of(url: str) -> str:
+    """What stands before ://, or all where nothing does."""
+    return url.partition("://")[0]
+
+
 def address_of(host: str, default_port: int) -> tuple[str, int]:
     """Host and port of HOST, HOST:PORT or [IPV6]:PORT. Raises `ValueError`, which repeats nothing: a password that was
     not quoted may be taken for a host."""
@@ -52,7 +57,7 @@ def address_of(host: str, default_port: int) -> tuple[str, int]:
 
 def http_address(url: str) -> tuple[str, int]:
     """Where it leads. Raises `ValueError` for what is no http:// or https:// URL."""
-    scheme = url.partition("://")[0]
+    scheme = scheme_of(url)
     if scheme not in PORTS or re.search(r"\s", url):
         raise ValueError("needs an http:// or https:// URL")
     return address_of(parts_of(url).hosts, PORTS[scheme])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 from urllib.parse import quote, unquote
 
-from workers.api.addresses import address_of, parts_of
+from workers.api.addresses import address_of, parts_of, scheme_of
 
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
@@ -56,10 +56,6 @@ def checked(url: str) -> str:
 
 def is_sentinel(url: str) -> bool:
     return scheme_of(url) in SENTINEL_SCHEMES
-
-
-def scheme_of(url: str) -> str:
-    return url.partition("://")[0]
 
 
 def has_password(url: str) -> bool:
