@@ -63,9 +63,9 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
-    parser.add_argument("--chats", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
-    parser.add_argument("--length", type=int, default=256, help="tokens of a prompt, about (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default %(default)s)")
+    parser.add_argument("--chats", type=measuring.counts, default=[1, 4], help="at once (default 1,4)")
+    parser.add_argument("--length", type=measuring.length, default=256, help="tokens of a prompt, about (%(default)s)")
+    parser.add_argument("--tokens", type=measuring.count, default=64, help="of an answer, at most (%(default)s)")
     parser.add_argument("--repeats", type=measuring.repeats, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)

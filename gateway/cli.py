@@ -6,9 +6,12 @@ when it runs, so that commands without torch never import it.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
 GROUP = "kvrelay.commands"
 USAGE = 2
@@ -22,7 +25,7 @@ def run(argv: Sequence[str], commands: Iterable[EntryPoint]) -> int:
     """Runs `argv[0]` with the rest. Returns its exit status, or 2 for a command that there is not."""
     by_name = {command.name: command for command in commands}
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_help(by_name), file=sys.stdout if argv else sys.stderr)
+        print(_help(by_name.values()), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else USAGE
     command = by_name.get(argv[0])
     if command is None:
@@ -37,9 +40,24 @@ def run(argv: Sequence[str], commands: Iterable[EntryPoint]) -> int:
     return int(function(list(argv[1:])) or 0)
 
 
-def _help(commands: Iterable[str]) -> str:
-    lines = ["usage: kvrelay COMMAND [ARGUMENT ...]", "", "commands:", *(f"  {name}" for name in sorted(commands))]
-    return "\n".join([*lines, "", "kvrelay COMMAND --help tells more of one."])
+def _help(commands: Iterable[EntryPoint]) -> str:
+    listed = sorted(commands, key=lambda command: command.name)
+    width = max((len(command.name) for command in listed), default=0)
+    lines = [f"  {command.name:{width}}  {_about(command)}".rstrip() for command in listed]
+    usage = ["usage: kvrelay COMMAND [ARGUMENT ...]", "", "commands:"]
+    return "\n".join([*usage, *lines, "", "kvrelay COMMAND --help tells more of one."])
+
+
+def _about(command: EntryPoint) -> str:
+    """The first line of its module's docstring, read from the file: an import would cost seconds, for some."""
+    package, *below = command.module.split(".")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).parent.joinpath(*below).with_suffix(".py") if below else Path(spec.origin)
+    about = ast.get_docstring(ast.parse(path.read_text())) if path.exists() else None
+    told = (about or "").partition("\n")[0].rpartition("`: ")[2].rstrip(".")
+    return told[:1].lower() + told[1:]
 
 
 if __name__ == "__main__":

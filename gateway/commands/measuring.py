@@ -19,6 +19,8 @@ from gateway.commands.machine import commit, machine
 from gateway.commands.stack import Stack, StackError, stop_on_signals
 from workers.api.errors import KvrelayError
 
+MIN_LENGTH = 64  # tokens of a document
+
 
 def run(command: str, work: Callable[[], int]) -> int:
     """The status that `work` gives; 2, and a line, where the stack or a request failed; 130 where it was stopped."""
@@ -51,15 +53,42 @@ def report(rows: Sequence[Any], summary: Any) -> dict[str, Any]:
 
 def repeats(text: str) -> int:
     """The value of `--repeats`."""
-    if not text.isdecimal() or int(text) < 1:
+    if not _is_count(text):
         raise argparse.ArgumentTypeError(f"{text}: repeats are a whole number of at least 1")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """The value of an option that counts something."""
+    if not _is_count(text):
+        raise argparse.ArgumentTypeError(f"{text}: needed is a whole number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """The same, of one that counts several things."""
+    parts = text.split(",")
+    if not all(_is_count(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: needed are whole numbers of at least 1, parted by commas")
+    return [int(part) for part in parts]
+
+
+def length(text: str) -> int:
+    """The value of `--length`."""
+    if not _is_count(text) or int(text) < MIN_LENGTH:
+        raise argparse.ArgumentTypeError(f"{text}: a length is a whole number of at least {MIN_LENGTH} tokens")
     return int(text)
 
 
 def lengths(text: str) -> list[int]:
     """The value of `--lengths`."""
     parts = text.split(",")
-    found = [int(part) for part in parts if part.strip().isdecimal()]
-    if len(found) < len(parts) or min(found) < 64:
-        raise argparse.ArgumentTypeError(f"{text}: lengths are whole numbers of at least 64 tokens, parted by commas")
-    return found
+    if not all(_is_count(part) and int(part) >= MIN_LENGTH for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text}: lengths are whole numbers of at least {MIN_LENGTH} tokens, parted by commas"
+        )
+    return [int(part) for part in parts]
+
+
+def _is_count(text: str) -> bool:
+    return text.strip().isdecimal() and int(text) >= 1

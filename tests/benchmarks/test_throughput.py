@@ -40,3 +40,20 @@ def test_medians_of_each_number_of_chats() -> None:
 
 def test_a_family_that_is_not_there_ends_with_status_2() -> None:
     assert main(["--family", "none"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--chats", "1,x", "1,x: needed are whole numbers of at least 1, parted by commas"),
+        ("--chats", "0", "0: needed are whole numbers of at least 1, parted by commas"),
+        ("--length", "3", "3: a length is a whole number of at least 64 tokens"),
+        ("--tokens", "-1", "-1: needed is a whole number of at least 1"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([f"{option}={value}"])
+    assert f"argument {option}: {message}" in capsys.readouterr().err

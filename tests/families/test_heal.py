@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from workers.commands.heal import main
 from workers.families.smol import COPIED_FILES, merge
 from workers.training.heal import HealRecipe, HealRun, Lessons, Sibling, distillation_loss, lesson
 from workers.training.lowrank import load_deltas
@@ -138,6 +139,36 @@ def test_a_run_of_another_recipe_is_not_taken_up(
     other = HealRun(teacher, HealRecipe(kept=(0, 1, 2), adapted=(2,), sequence=32), tmp_path, quiet)
     with pytest.raises(ValueError, match="another recipe"):
         other.train(documents, 64)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rank", "0"], "argument --rank: '0'; allowed: whole numbers of at least 1"),
+        (["--passes", "two"], "argument --passes: 'two'; allowed: whole numbers of at least 1"),
+        (["--tokens", "100"], "--tokens 100; allowed: 512, which is one step, and more"),
+        (["--device", "tpu"], "device is 'tpu'; allowed here: cpu"),
+        (["--start", "nowhere"], "--start nowhere: there is no such file"),
+        (["--out", __file__], "is a file; a folder is needed"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_prepared(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_another_recipe_is_told_before_too(
+    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(teacher, tmp_path).train(documents, 64)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path)])
+    assert "was written by another recipe" in capsys.readouterr().err
 
 
 def test_documents_that_are_too_short_are_named(teacher: LlamaForCausalLM, tmp_path: Path) -> None:

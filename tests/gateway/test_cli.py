@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from gateway.cli import GROUP, run
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """Two commands out of files: one that works, one whose import needs what is not installed."""
-    (tmp_path / "kvrelay_greet.py").write_text("def main(argv):\n    print('hello', *argv)\n    return 3\n")
+    about = '"""`kvrelay greet`: say hello.\n\nMore of it.\n"""\n'
+    (tmp_path / "kvrelay_greet.py").write_text(f"{about}def main(argv):\n    print('hello', *argv)\n    return 3\n")
     (tmp_path / "kvrelay_heavy.py").write_text("import package_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     return [
@@ -33,8 +36,15 @@ def test_the_rest_of_the_line_goes_to_the_command(commands: list[EntryPoint], ca
 def test_help_lists_the_commands(argv: list[str], commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
     assert run(argv, commands) == 0
     out = capsys.readouterr().out
-    assert "greet" in out
-    assert "heavy" in out
+    assert out.splitlines()[3:5] == ["  greet  say hello", "  heavy"]
+
+
+def test_help_says_a_line_of_each_command_and_loads_none() -> None:
+    code = "import sys; from gateway.cli import main; main(['help']); sys.exit('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    lines = dict(re.findall(r"^  (\w+) +(.+)$", told, re.MULTILINE))
+    assert set(lines) == set(entry_points(group=GROUP).names)
+    assert all(len(line) > 15 for line in lines.values())
 
 
 def test_nothing_asked_is_a_question(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:

@@ -83,6 +83,8 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"workers": {"a": WORKER | {"url": "http://[::1"}}}, "workers.a.url: needs a host, as .*, got"),
         ({"workers": {"a": WORKER | {"url": "http://"}}}, "workers.a.url: needs a host, as .*, got"),
         ({"workers": {"a b": WORKER}}, "workers.a b"),
+        ({"tracing": {"endpoint": "http://a:99999"}}, "tracing.endpoint: needs a port of 1 to 65535, got .*:99999"),
+        ({"tracing": {"endpoint": "a:4318"}}, "tracing.endpoint: needs an http:// or https:// URL, got 'a:4318'"),
         ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, .*, got 'etcd://x'"),
         ({"registry": {"url": "redis://:p@h:99999/0"}}, "registry.url: .* 1 to 65535, got 'redis://[*]{3}@h:99999"),
         ({"registry": {"url": "redis+sentinel://a,b:99999/m"}}, "registry.url: .* 1 to 65535, got .*:99999"),

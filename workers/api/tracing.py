@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from workers.api.addresses import HttpUrl
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
@@ -34,7 +36,7 @@ class TracingSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    endpoint: str | None = Field(default=None, pattern=r"^https?://[^/]")
+    endpoint: HttpUrl | None = None
     sample_ratio: float = Field(default=1.0, gt=0, le=1)
 
 
@@ -56,7 +58,7 @@ def start(settings: TracingSettings, service: str) -> None:
         raise CannotTrace(f"tracing.endpoint needs the extra `otel`: pip install 'kvrelay[otel]' ({error})") from error
     sampler = ParentBasedTraceIdRatio(settings.sample_ratio)
     provider = TracerProvider(sampler=sampler, resource=Resource.create({"service.name": service}))
-    exporter = OTLPSpanExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/traces")
+    exporter = OTLPSpanExporter(endpoint=f"{settings.endpoint}/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter))
     use(provider)
 

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from workers.api.addresses import http_address
 from workers.api.parent import CannotFollow, ParentGone, add_parent_option, die_with_parent
+from workers.commands import bars
 from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
 
 
@@ -21,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.die_with_parent is not None:
         _follow(options.die_with_parent)
+    bars.hide_from_files()
     try:
         settings, secret = _settings(options), read_secret()
         from workers.process import serve  # loads torch
@@ -49,8 +52,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _peer(text: str) -> tuple[str, str]:
     worker_id, _, url = text.partition("=")
-    if not worker_id or not url.startswith(("http://", "https://")):
+    if not worker_id:
         raise argparse.ArgumentTypeError(f"{text!r} is not like small-0=http://127.0.0.1:8101")
+    try:
+        http_address(url)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}, as in small-0=http://127.0.0.1:8101") from error
     return worker_id, url
 
 

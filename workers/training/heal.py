@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from workers.training import lowrank
 
+STATE = "state.pt"  # in a run's folder
+
 
 @dataclass(frozen=True)
 class HealRecipe:
@@ -168,6 +170,17 @@ class Lessons:
         return kept.to(self._teacher.device, torch.float32)
 
 
+def saved(folder: Path, recipe: HealRecipe) -> dict[str, Any] | None:
+    """What a run of this recipe left in its folder, None if nothing. Raises `ValueError` where another's did."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    if state["recipe"] != repr(recipe):
+        raise ValueError(f"{path} was written by another recipe: {state['recipe']}; this one is {recipe!r}")
+    return state
+
+
 @dataclass
 class HealRun:
     """A training run that can be stopped at any step and taken up again from `folder`.
@@ -222,14 +235,11 @@ class HealRun:
         return self._save(sibling, optimizer, step)
 
     def _resume(self, sibling: Sibling, optimizer: torch.optim.Optimizer) -> int:
-        path = self.folder / "state.pt"
-        if not path.exists():
+        state = saved(self.folder, self.recipe)
+        if state is None:
             if self.start:
                 lowrank.load_into(self.start, sibling.layers)
             return 0
-        state = torch.load(path, weights_only=True)
-        if state["recipe"] != repr(self.recipe):
-            raise ValueError(f"{path} was written by another recipe: {state['recipe']}; this one is {self.recipe!r}")
         sibling.load_state_dict(state["adapters"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         self.log(f"resumed at step {state['step']}")
@@ -246,7 +256,7 @@ class HealRun:
         }
         scratch = self.folder / "state.partial"
         torch.save(state, scratch)
-        scratch.replace(self.folder / "state.pt")
+        scratch.replace(self.folder / STATE)
         result = self.folder / "adapters.safetensors"
         num_tokens = step * self.recipe.batch * self.recipe.sequence
         metadata = {"kept": ",".join(map(str, self.recipe.kept)), "num_tokens": str(num_tokens)}

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import pytest
+
+CODE = """
+from workers.commands import bars
+bars.hide_from_files()
+from tqdm.auto import tqdm
+for _ in tqdm(range(3), desc="Loading weights"):
+    pass
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_drawn_on_a_terminal_only(is_terminal: bool) -> None:
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        termios.tcsetwinsize(writer, (24, 80))
+    subprocess.run([sys.executable, "-c", CODE], stderr=writer, check=True)
+    os.close(writer)
+    told = os.read(reader, 4096)
+    os.close(reader)
+    assert (b"Loading weights" in told) is is_terminal
