@@ -31,7 +31,7 @@ from gateway.commands.files import add_json_option, write_json
 from gateway.commands.table import render
 from mappers.models import load_model, load_tokenizer
 from workers.api.client import WorkerClient
-from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, StreamOptions
+from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, WorkerStreamOptions
 
 ARMS = ("worker", "generate")
 QUESTION = "Tell in full what is said about the third entry, and what you make of it."
@@ -151,7 +151,7 @@ async def _asked(client: WorkerClient, talk: Talk, max_tokens: int) -> Answer:
         temperature=0,
         max_tokens=max_tokens,
         stream=True,
-        stream_options=StreamOptions(include_usage=True),
+        stream_options=WorkerStreamOptions(include_usage=True),
         kv_transfer_params=KVTransferParams(reuse=False, store=False),
         tenant_salt=SALT,
     )

@@ -16,6 +16,8 @@ from gateway.worker import Stream, Worker
 from workers.api.errors import KvrelayError
 from workers.api.schemas import ChatRequest, CompletionRequest
 
+MAX_INTERVAL_MS = 250.0
+GAP_SHARE = 0.25  # of the gap after which an answer counts as stalled
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 
@@ -92,8 +94,21 @@ class Answers:
 
     def _request(self, cache_id: str | None, judged: bool) -> ChatRequest | CompletionRequest:
         course = self._course
-        policy, settings = course.policy if judged else None, course.parts.settings.handoff
-        return asks.answer(course.turn, settings, cache_id=cache_id, judged_by=policy, native=course.is_native)
+        return asks.answer(
+            course.turn,
+            course.parts.settings.handoff,
+            cache_id=cache_id,
+            judged_by=course.policy if judged else None,
+            native=course.is_native,
+            interval_ms=0.0 if judged else self._interval_ms,
+        )
+
+    @property
+    def _interval_ms(self) -> float:
+        """How seldom a worker may tell what it has written: an answer that is told in one piece nobody reads along."""
+        if self._course.turn.request.stream:
+            return 0.0
+        return min(MAX_INTERVAL_MS, GAP_SHARE * 1000 * self._course.parts.settings.deadlines.token_gap_s)
 
     def phase(self, tier: str) -> str:
         return "small_answer" if tier == self._course.small.name else "large_answer"

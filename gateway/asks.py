@@ -17,8 +17,8 @@ from workers.api.schemas import (
     Message,
     PrefillRequest,
     Prompt,
-    StreamOptions,
     TransferRequest,
+    WorkerStreamOptions,
 )
 
 
@@ -47,12 +47,18 @@ def transfer(
 
 
 def answer(
-    turn: Turn, settings: HandoffSettings, *, cache_id: str | None, judged_by: Policy | None, native: bool
+    turn: Turn,
+    settings: HandoffSettings,
+    *,
+    cache_id: str | None,
+    judged_by: Policy | None,
+    native: bool,
+    interval_ms: float,
 ) -> ChatRequest | CompletionRequest:
     """To answer, from a cache if one is given, and only an exact one if `native`; with the log-probabilities that a
     policy wants to judge by.
 
-    Always as a stream with usage: what the client gets is put together here.
+    Always as a stream with usage: what the client gets is put together here. Told not more often than `interval_ms`.
     """
     asked, num_top = turn.request, turn.request.num_top_logprobs
     if judged_by is not None:
@@ -64,7 +70,7 @@ def answer(
         "stop": asked.stop,
         "max_tokens": asked.max_answer_tokens,
         "stream": True,
-        "stream_options": StreamOptions(include_usage=True),
+        "stream_options": WorkerStreamOptions(include_usage=True, interval_ms=interval_ms),
         "kv_transfer_params": KVTransferParams(
             cache_id=cache_id,
             require_exact=native or asked.kvrelay.exact,
@@ -101,7 +107,7 @@ def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Dea
         logprobs=True,
         top_logprobs=num_top,
         stream=True,
-        stream_options=StreamOptions(include_usage=True),
+        stream_options=WorkerStreamOptions(include_usage=True),
         kv_transfer_params=KVTransferParams(cache_id=cache_id, reuse=turn.stores, store=False),
         tenant_salt=turn.tenant.salt,
         deadline_ms=left_ms(by),

@@ -9,6 +9,8 @@ from workers.api.schemas import KVUsage, Message
 
 Chunk = dict[str, Any]
 
+CHARS_PER_TOKEN = 8  # more than most have: nobody is charged for what was not written
+
 
 class Gathered:
     """What the chunks so far add up to. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for a chunk
@@ -16,13 +18,14 @@ class Gathered:
 
     def __init__(self) -> None:
         self.has_content = False
-        self.num_pieces = 0  # of text or of a call; a worker sends one a token
+        self.num_pieces = 0  # of text or of a call
         self.logprobs: list[dict[str, Any]] = []  # OpenAI's, one a token
         self.tokens: list[Token] = []  # the same
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None  # OpenAI's
         self.kv: KVUsage | None = None
         self._text: list[str] = []
+        self._num_chars = 0
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, chunk: Chunk) -> None:
@@ -40,6 +43,7 @@ class Gathered:
         text, calls = delta.get("content"), delta.get("tool_calls") or ()
         if text:
             self._text.append(str(text))
+            self._num_chars += len(self._text[-1])
         for call in calls:
             self._add_call(call)
         self.has_content = self.has_content or bool(text or calls)
@@ -59,9 +63,9 @@ class Gathered:
 
     @property
     def num_written(self) -> int:
-        """Tokens so far: as the worker tells at the end, until then as they came."""
+        """Tokens so far: as the worker tells at the end, until then as they came, or by their length."""
         told = int(self.usage.get("completion_tokens") or 0) if self.usage else 0
-        return told or max(len(self.tokens), self.num_pieces)
+        return told or max(len(self.tokens), self.num_pieces, self._num_chars // CHARS_PER_TOKEN)
 
     @property
     def message(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 no bottleneck.
 
 It answers what the last message asks for, `Say 8 words, one every 250 ms.`, whole or as a stream; without a pause the
-frames of a stream go out in one write. What it knows of a prompt it has read: nothing. Yet it tells cache ids as a
-worker does, so that a gateway files and finds them.
+frames of a stream go out in one write. As from a worker, who may be told seldom gets all but the first word in one
+frame. What it knows of a prompt it has read: nothing. Yet it tells cache ids as a worker does, so that a gateway files
+and finds them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MODEL = "stub"
 WORD = "word "
 PROMPT_TOKENS = 300
 ASKED = re.compile(rb"Say (\d+) words, one every (\d+) ms")
+SELDOM = re.compile(rb'"interval_ms":[1-9]')
 
 EPOCH = f"stub-{os.getpid()}"
 HEX = "0" * 64
@@ -90,7 +92,8 @@ class Stub(asyncio.Protocol):
         self._write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         opening = frame(choices=[_choice({"role": "assistant", "content": ""})])
         ending = _ending(num_words, as_worker=b'"tenant_salt"' in body, told=b'"include_usage"' in body)
-        frames = [opening, *[frame(choices=[_choice({"content": WORD})])] * num_words, ending]
+        pieces = [WORD, WORD * (num_words - 1)] if SELDOM.search(body) and not every_ms else [WORD] * num_words
+        frames = [opening, *(frame(choices=[_choice({"content": piece})]) for piece in pieces), ending]
         if every_ms:
             self._write_on(iter(frames), every_ms / 1000)
         else:

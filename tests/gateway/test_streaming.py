@@ -217,3 +217,17 @@ async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> N
     reply = await stack.escalate([*MESSAGES, answer, {"role": "user", "content": "And then?"}])
     assert told(reply)["path"] == "mapped"
     assert len(stack.large.made("transfer")) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "seldom"),
+    [({"model": "large", "stream": False}, True), ({"model": "large"}, False), ({"stream": False}, False)],
+    ids=["whole", "stream", "judged"],
+)
+async def test_a_worker_may_tell_seldom_what_nobody_reads_along(
+    stack: Stack, fields: dict[str, Any], seldom: bool
+) -> None:
+    await stack.http.post("/v1/chat/completions", json=body(**fields))
+    asked = [*stack.large.made("chat"), *stack.small.made("cached_chat")][0]
+    assert asked["stream_options"]["include_usage"]
+    assert (asked["stream_options"]["interval_ms"] > 0) == seldom

@@ -270,6 +270,13 @@ class StreamOptions(Request):
     include_usage: bool = False
 
 
+class WorkerStreamOptions(StreamOptions):
+    """With `interval_ms`, what follows the first piece may be told so seldom, many tokens at a time: for who shows it
+    to nobody before the end."""
+
+    interval_ms: float = Field(default=0.0, ge=0, le=60_000)
+
+
 class ChatRequest(BaseModel):
     """The worker's `/v1/chat/completions`. Fields of the OpenAI API that the engine lacks are refused by name."""
 
@@ -288,7 +295,7 @@ class ChatRequest(BaseModel):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: WorkerStreamOptions | None = None
     kv_transfer_params: KVTransferParams | None = None
     tenant_salt: TenantSalt
     deadline_ms: float | None = Field(default=None, gt=0)
@@ -309,7 +316,7 @@ class CompletionRequest(BaseModel):
     stop: str | list[str] | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: WorkerStreamOptions | None = None
     kv_transfer_params: KVTransferParams | None = None
     tenant_salt: TenantSalt
     deadline_ms: float | None = Field(default=None, gt=0)

@@ -8,12 +8,13 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from workers.api.schemas import ChatRequest, CompletionRequest
+from workers.api.schemas import ChatRequest, CompletionRequest, WorkerStreamOptions
 from workers.engines.base import Token
 from workers.routes.hangup import until_hang_up
 from workers.routes.jobs import chat_job, completion_job
 from workers.routes.openai import Body, ChatShape, CompletionShape, Shape
 from workers.routes.replies import json_reply
+from workers.routes.spacing import spaced
 from workers.routes.sse import DONE, EventStream, frame
 from workers.serving.answer import AnswerJob
 from workers.serving.worker import Worker
@@ -41,8 +42,7 @@ async def _reply(
     worker: Worker, job: AnswerJob, shape: Shape, body: ChatRequest | CompletionRequest, request: Request
 ) -> Response:
     if body.stream:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_stream(worker, job, shape, include_usage=include_usage))
+        return EventStream(_stream(worker, job, shape, body.stream_options or WorkerStreamOptions()))
     return json_reply(await until_hang_up(_whole(worker, job, shape), request.receive))
 
 
@@ -58,24 +58,22 @@ async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:
 
 
 async def _stream(
-    worker: Worker, job: AnswerJob, shape: Shape, *, include_usage: bool
+    worker: Worker, job: AnswerJob, shape: Shape, options: WorkerStreamOptions
 ) -> AsyncGenerator[bytes, None]:
-    """Frames of a stream, the first one when the first piece is there. The first tells where the prompt came from, the
+    """Frames of a stream, the first ones when the first piece is there. The first tells where the prompt came from, the
     last what was kept as well."""
     async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
         opening, first = shape.opening(), True
-        async for piece in pieces:
+        async for piece in spaced(pieces, options.interval_ms / 1000):
             chunks = [*opening, shape.piece(piece)]
             if first:
                 chunks[0]["kv_transfer_params"] = answer.usage.model_dump()
-            for chunk in chunks:
-                yield frame(chunk)
+            yield b"".join(map(frame, chunks))
             opening, first = [], False
         usage = await answer.settle()
         closing = [*opening, shape.finish(answer.finish_reason)]
-        if include_usage:
+        if options.include_usage:
             closing.append(shape.usage(answer))
         closing[-1]["kv_transfer_params"] = usage.model_dump()
-        for chunk in closing:
-            yield frame(chunk)
-    yield DONE
+        ending = b"".join(map(frame, closing))
+    yield ending + DONE

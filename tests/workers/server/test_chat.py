@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from transformers import LlamaForCausalLM
 from tests.workers.engines.tiny import CONTEXT, greedy
 from tests.workers.server.support import SALT, TALK, Served, chat_request, content
 from workers.api.schemas import Message
+from workers.engines.base import Token
+from workers.routes.spacing import spaced
+from workers.serving.answer import Piece
 
 NUM = 12
 
@@ -55,6 +59,31 @@ async def test_a_stream_says_the_same(served: Served) -> None:
     assert (early["path"], early["cache_id"]) == ("prefill", None) and late["cache_id"]
     assert not any("usage" in part for part in parts)
     assert len({part["id"] for part in parts}) == 1
+
+
+async def test_a_stream_that_may_be_told_seldom_is_in_two_pieces(served: Served) -> None:
+    whole = await served.chat(max_tokens=NUM, reuse=False, logprobs=True)
+    seldom = {"include_usage": True, "interval_ms": 60_000.0}
+    parts = await chunks(served, max_tokens=NUM, reuse=False, logprobs=True, stream_options=seldom)
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert told(parts) == content(whole) and parts[-1]["usage"] == whole["usage"]
+    assert sum(bool(choice["delta"].get("content")) for choice in choices) == 2
+    logprobs = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert len(logprobs) == NUM and choices[-1]["finish_reason"] == "length"
+
+
+async def test_what_is_spaced_comes_at_once_then_in_time_and_at_the_end() -> None:
+    now = 0.0
+
+    async def written() -> AsyncIterator[Piece]:
+        nonlocal now
+        for number in range(6):
+            yield Piece(str(number), (Token(number, -0.5, ()),))
+            now += 1.0
+
+    pieces = [piece async for piece in spaced(written(), 2.0, clock=lambda: now)]
+    assert [piece.text for piece in pieces] == ["0", "12", "34", "5"]
+    assert [[token.id for token in piece.tokens] for piece in pieces] == [[0], [1, 2], [3, 4], [5]]
 
 
 async def test_usage_comes_last_where_it_is_asked_for(served: Served) -> None:
