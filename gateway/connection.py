@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,41 +19,64 @@ T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-async def read_body(request: Request, within_s: float) -> bytes:
+async def read_body(receive: Receive, within_s: float) -> bytes:
     """Raises `RequestTooSlow` for a client that sends too slowly, `ClientDisconnected` for one that hangs up."""
+    pieces: list[bytes] = []
     try:
         async with asyncio.timeout(within_s):
-            return await request.body()
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected("the client hung up before its body was there")
+                pieces.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
     except TimeoutError as error:
         raise RequestTooSlow(f"the body did not arrive within {within_s:g} s") from error
-    except ClientDisconnect as error:
-        raise ClientDisconnected("the client hung up before its body was there") from error
 
 
 class HangUp:
-    """Waits beside the work for the client to hang up. To be made once the body has been read."""
+    """Listens, while something is done for the client, for it to hang up. To be made once the body has been read."""
 
     def __init__(self, receive: Receive):
         self._listener = asyncio.create_task(_disconnected(receive))
+        self._listener.add_done_callback(self._heard)
+        self._working: asyncio.Task[Any] | None = None
 
     async def race(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """The result of the work; or `ClientDisconnected`, once the work is cancelled and has cleaned up.
 
-        After `timeout_s` it raises `TimeoutError`, and the work is cancelled likewise.
+        After `timeout_s` it raises `TimeoutError`, and the work is cancelled likewise. It is done in the caller's task,
+        which is cancelled for that and goes on.
         """
-        task = asyncio.create_task(work)
+        if self._has_hung_up:
+            work.close()
+            raise ClientDisconnected("the client hung up")
+        self._working = working = asyncio.current_task()
+        assert working is not None
         try:
-            await asyncio.wait({task, self._listener}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self._listener.done():
-                raise ClientDisconnected("the client hung up")
-            raise TimeoutError
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except asyncio.CancelledError:
+            if not self._has_hung_up or working.uncancel():
+                raise  # somebody else wants the task to end
+            raise ClientDisconnected("the client hung up") from None
         finally:
-            await end(task)
+            self._working = None
 
-    async def aclose(self) -> None:
-        await end(self._listener)
+    def close(self) -> None:
+        self._listener.cancel()
+
+    @property
+    def _has_hung_up(self) -> bool:
+        return self._listener.done() and not self._listener.cancelled()
+
+    def _heard(self, listener: asyncio.Task[None]) -> None:
+        if listener.cancelled():
+            return
+        listener.exception()  # looked at: whatever it is, nothing more is heard of the client
+        if self._working is not None:
+            self._working.cancel()
 
 
 class Pump:
@@ -114,12 +136,13 @@ class EventStream(Response):
         self._on_hang_up = on_hang_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._hang_up), aclosing(self._pump):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                await self._send_frames(send)
-            except (ClientDisconnected, TimeoutError):
-                self._on_hang_up()
+        with closing(self._hang_up):
+            async with aclosing(self._pump):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                try:
+                    await self._send_frames(send)
+                except (ClientDisconnected, TimeoutError):
+                    self._on_hang_up()
 
     async def _send_frames(self, send: Send) -> None:
         frame: bytes | None = self._first

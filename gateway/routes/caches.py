@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from contextlib import aclosing
+from contextlib import closing
 from typing import Any
 
 from fastapi import APIRouter
@@ -43,7 +43,7 @@ def _call(request: Request, tenant: Tenant) -> CacheCall:
 
 async def _replied(request: Request, phase: str, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     """A client that hangs up stops the worker."""
-    async with aclosing(HangUp(request.receive)) as hang_up:
+    with closing(HangUp(request.receive)) as hang_up:
         try:
             return json_reply(await hang_up.race(work))
         except ClientDisconnected:

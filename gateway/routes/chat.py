@@ -45,16 +45,16 @@ async def _answered(request: Request, turn: Turn) -> Response:
         return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
     except ClientDisconnected:
         _count_hang_up(request, turn)
-        await hang_up.aclose()
+        hang_up.close()
         raise
     except BaseException:
-        await hang_up.aclose()
+        hang_up.close()
         raise
 
 
 async def _whole(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
     answer = await hang_up.race(cascade.whole())
-    await hang_up.aclose()
+    hang_up.close()
     return json_reply(completion(turn, answer), headers=_headers(request, turn))
 
 

@@ -34,7 +34,7 @@ async def take_in(request: Request, kind: type[R]) -> Incoming[R]:
     await snapshot.parts.quotas.admit(tenant)
     reading_at = time.monotonic()
     try:
-        raw = await read_body(request, settings.deadlines.body_s)
+        raw = await read_body(request.receive, settings.deadlines.body_s)
     except ClientDisconnected:
         request.app.state.gateway.metrics.client_disconnects.labels("body").inc()
         raise

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import httpx
 import orjson
 import pytest
 
+from gateway.connection import HangUp
+from gateway.errors import ClientDisconnected
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text
 from workers.api.fake import FakeWorker
 
@@ -130,6 +132,49 @@ async def raw_post(stack: Stack, body: bytes, *, declared: int) -> AsyncIterator
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_race_ends_what_it_waits_for_and_nothing_else() -> None:
+    ended: list[str] = []
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("work")
+
+    with closing(HangUp(receive)) as hang_up:
+        with pytest.raises(TimeoutError):
+            await hang_up.race(work(), 0.01)
+        asyncio.get_running_loop().call_soon(gone.set)
+        for _ in range(2):
+            with pytest.raises(ClientDisconnected):
+                await hang_up.race(work())
+    assert ended == ["work", "work"], "what would begin too late never does"
+    current = asyncio.current_task()
+    assert current is not None and not current.cancelling()
+
+
+async def test_who_is_cancelled_from_elsewhere_has_not_lost_its_client() -> None:
+    async def racing() -> None:
+        with closing(HangUp(never)) as hang_up:
+            await hang_up.race(never())
+
+    task = asyncio.create_task(racing())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
 
 
 async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:
