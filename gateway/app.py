@@ -1,13 +1,19 @@
-"""`create_app`: the gateway, and the FastAPI application over it."""
+"""`create_app`: the gateway, and the application over it: FastAPI, behind the gateway's own layers.
+
+    Trace ─► Bounds ─► Direct ─┬─► the two endpoints that answer, at once
+                               └─► FastAPI: its own layers, router, all other endpoints
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from gateway.discovery import discovering
 from gateway.document import document
@@ -18,6 +24,19 @@ from gateway.routes.direct import Direct
 from gateway.routes.replies import install_error_replies
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+
+
+class Application(FastAPI):
+    """The layers lie around all of FastAPI's, and not within: a call that goes past the router needs none of those."""
+
+    def __init__(self, gateway: Gateway, **options: Any):
+        super().__init__(**options)
+        self.state.gateway = gateway
+        self._edge = Trace(Bounds(Direct(super().__call__, posts=chat.DIRECT)), gateway)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        await self._edge(scope, receive, send)
 
 
 def create_app(
@@ -43,13 +62,9 @@ def create_app(
         finally:
             await gateway.stop()
 
-    app = FastAPI(title="kvrelay", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = Application(gateway, title="kvrelay", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
-    app.state.gateway = gateway
     app.state.source = source
-    app.add_middleware(Direct, posts=chat.DIRECT)
-    app.add_middleware(Bounds)
-    app.add_middleware(Trace, gateway=gateway)
     for routes in (chat, caches, models, health, admin):
         app.include_router(routes.router)
     install_error_replies(app)

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import HeadersTooLarge, InternalError
-from gateway.routes.replies import error_reply
+from gateway.routes.replies import CLOSE, error_reply
 from gateway.settings import Limits
 from gateway.snapshot import Gateway
 from workers.api import tracing
@@ -21,7 +21,7 @@ from workers.api.errors import KvrelayError, RequestTooLarge
 from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
 
 UNTOLD = 499  # until a response starts: the status of one that nobody waited for
-CLOSE = {"connection": "close"}  # what else the client sends is not read
+NAMED = REQUEST_ID_HEADER.encode()
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
 
 log = structlog.get_logger()
@@ -48,7 +48,7 @@ class Trace:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = state["request_id"]
+                message["headers"] = [*message["headers"], (NAMED, state["request_id"].encode())]
             await send(message)
 
         try:
@@ -104,11 +104,14 @@ class Bounds:
 
 
 def _check(scope: Scope, limits: Limits) -> None:
-    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    num_bytes, length = 0, b"0"
+    for name, value in scope["headers"]:
+        num_bytes += len(name) + len(value)
+        if name == b"content-length":
+            length = value
     if num_bytes > limits.max_header_bytes:
         raise HeadersTooLarge(f"{num_bytes} bytes of headers; at most {limits.max_header_bytes} are allowed")
-    length = Headers(scope=scope).get("content-length", "0")
-    if length.isdecimal() and int(length) > limits.max_body_bytes:
+    if length.isdigit() and int(length) > limits.max_body_bytes:
         raise _too_large(int(length), limits.max_body_bytes)
 
 

@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.errors import MethodNotAllowed, NotFound
+from gateway.errors import InternalError, MethodNotAllowed, NotFound
 from workers.api.errors import KvrelayError
+
+CLOSE = {"connection": "close"}  # what else the client sends is not read
 
 log = structlog.get_logger()
 
@@ -25,6 +27,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 def install_error_replies(app: FastAPI) -> None:
     app.add_exception_handler(KvrelayError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
 
 
 def error_reply(error: KvrelayError, headers: dict[str, str] | None = None) -> Response:
@@ -41,6 +44,11 @@ async def on_error(request: Request, error: Exception) -> Response:
     if errors.for_client(error) is not error:
         log.warning("upstream_error", code=error.code, error=error.message)
     return error_reply(error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Which goes on to be logged."""
+    return error_reply(InternalError("internal error"), CLOSE)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
