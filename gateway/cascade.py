@@ -78,22 +78,18 @@ class Cascade:
         answers = self._answers
         with self._parts.shares.one(self._turn.tenant.name):
             try:
-                async with answers, self._closing():
-                    await self.course.look_up()
-                    stream = await self._ROUTES[self.course.decision.route](self)
-                    self._account.began(stream)
-                    yield stream
+                async with answers:
+                    try:
+                        await self.course.look_up()
+                        stream = await self._ROUTES[self.course.decision.route](self)
+                        self._account.began(stream)
+                        yield stream
+                    finally:
+                        for takeover in self._takeovers:
+                            await takeover.aclose()
             finally:
                 read, written = answers.num_read_once, answers.num_written
                 await self._parts.spent(self._turn.tenant, read, written, by_tier=answers.by_tier)
-
-    @asynccontextmanager
-    async def _closing(self) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            for takeover in self._takeovers:
-                await takeover.aclose()
 
     async def _read_out(self, stream: Stream) -> Stream:
         """Reads an answer that is told in one piece. One that breaks off, or stops before its end, has not been told
@@ -104,8 +100,7 @@ class Cascade:
                 stream.max_gap_s = min(self._times.token_gap_s, GAP_SHARE * self._turn.deadline.remaining_s)
             try:
                 with self._turn.upstream("stream"):
-                    async for _ in self._account.timed(stream):
-                        pass
+                    await stream.read_out()
                 return stream
             except KvrelayError as error:
                 if instead is None or self._turn.deadline.remaining_s <= 0:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from gateway.deadline import Deadline
 from gateway.errors import RateLimited
@@ -29,16 +29,17 @@ class Gate:
         self._running = 0
         self._waiting = 0
 
-    @asynccontextmanager
-    async def place(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Raises `Overloaded` where the queue is full, or no place came free in time."""
-        await self._enter(deadline)
+    async def enter(self, deadline: Deadline) -> None:
+        """Who has entered leaves. Raises `Overloaded` where the queue is full, or no place came free in time."""
+        if self._slots.locked():
+            await self._wait(deadline)
+        else:
+            await self._slots.acquire()
         self._count(running=1)
-        try:
-            yield
-        finally:
-            self._slots.release()
-            self._count(running=-1)
+
+    def leave(self) -> None:
+        self._slots.release()
+        self._count(running=-1)
 
     @contextmanager
     def queued(self) -> Iterator[None]:
@@ -51,10 +52,7 @@ class Gate:
         finally:
             self._count(waiting=-1)
 
-    async def _enter(self, deadline: Deadline) -> None:
-        if not self._slots.locked():
-            await self._slots.acquire()
-            return
+    async def _wait(self, deadline: Deadline) -> None:
         with self.queued():
             try:
                 await deadline.bound("waiting for a place", self._slots.acquire())

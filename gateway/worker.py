@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import TracebackType
 
 from gateway.breaker import Attempt, Breaker, State, until_one_admits
 from gateway.deadline import Deadline
-from gateway.errors import NoUsableWorker
+from gateway.errors import CircuitOpen, NoUsableWorker
 from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
 from gateway.policies import Token
@@ -144,17 +144,15 @@ class Worker:
         self.epoch = epoch
 
     async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
-        async with self._admitted(self.breaker, by):
-            with tracing.span("prefill"):
-                reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
+        with await self._admitted(self.breaker, by), tracing.span("prefill"):
+            reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
         return reply
 
     async def transfer(self, request: TransferRequest, by: Deadline) -> TransferReply:
-        async with self._admitted(self.transfers, by):
-            with tracing.span("transfer"):
-                reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
+        with await self._admitted(self.transfers, by), tracing.span("transfer"):
+            reply = await by.bound("transfer", self.client.transfer(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         num_mapped = reply.num_tokens - reply.reused_tokens
         if num_mapped >= MIN_MEASURED_TOKENS and reply.total_ms > 0:
@@ -170,16 +168,13 @@ class Worker:
         patience: Deadline | None = None,
     ) -> Stream:
         """An answer whose first content has arrived. Whoever opened it closes it."""
-        async with AsyncExitStack() as opened:
-            attempt = await opened.enter_async_context(self._admitted(self.breaker, first_by, patience))
-            chunks = self._chunks(request, max(deadline.remaining_s, 0.001))
-            opened.push_async_callback(chunks.aclose)
-            stream = Stream(self, chunks, attempt, deadline)
-            decode = tracing.begin("decode")
-            opened.callback(decode.end)
-            with decode.entered():
-                await stream.start(first_by)
-            stream.owns(opened.pop_all())
+        admission = await self._admitted(self.breaker, first_by, patience)
+        stream = Stream(self, self._chunks(request, max(deadline.remaining_s, 0.001)), admission, deadline)
+        try:
+            await stream.start(first_by)
+        except BaseException as error:
+            await stream.aclose(error)
+            raise
         return stream
 
     def _chunks(self, request: ChatRequest | CompletionRequest, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
@@ -195,20 +190,19 @@ class Worker:
         if num_tokens >= MIN_MEASURED_TOKENS and prefill_ms > 0:
             self._prefill_rate = _ewma(self._prefill_rate, num_tokens / prefill_ms * 1000)
 
-    @asynccontextmanager
-    async def _admitted(
-        self, circuit: Breaker, by: Deadline, patience: Deadline | None = None
-    ) -> AsyncIterator[Attempt]:
+    async def _admitted(self, circuit: Breaker, by: Deadline, patience: Deadline | None = None) -> Admission:
         """A place in the tier by then, and the circuit's leave."""
         while True:
             if patience is not None and not circuit.admits:
                 await self._until_admits(circuit, patience)
-            async with self._gate.place(by):
-                if patience is not None and not circuit.admits:
-                    continue  # another was faster, or it opened meanwhile
-                with self._counted(), circuit.attempt() as attempt:
-                    yield attempt
-                return
+            await self._gate.enter(by)
+            try:
+                if patience is None or circuit.admits:
+                    return Admission(self, self._gate, circuit.attempt())
+            except CircuitOpen:
+                self._gate.leave()
+                raise
+            self._gate.leave()  # another was faster, or it opened meanwhile
 
     async def _until_admits(self, circuit: Breaker, patience: Deadline) -> None:
         """Raises `NoUsableWorker` where that is in vain."""
@@ -217,14 +211,34 @@ class Worker:
                 return
         raise NoUsableWorker(f"{self.id} is not usable now", retry_after_s=circuit.retry_after_s)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.num_in_flight += 1
-        self.num_begun += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
+
+class Admission:
+    """A call under way: its place in the tier and its circuit's attempt, both given back where it ends."""
+
+    def __init__(self, worker: Worker, gate: Gate, attempt: Attempt):
+        self._worker = worker
+        self._gate = gate
+        self._attempt = attempt
+        worker.num_in_flight += 1
+        worker.num_begun += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+    def succeed(self) -> None:
+        """The worker does its work, however the call ends."""
+        self._attempt.succeed()
+
+    def end(self, error: BaseException | None) -> None:
+        """To be called once."""
+        self._attempt.end(error)
+        self._worker.num_in_flight -= 1
+        self._gate.leave()
 
 
 class Stream:
@@ -234,7 +248,7 @@ class Stream:
     """
 
     def __init__(
-        self, worker: Worker, chunks: AsyncGenerator[list[Chunk], None], attempt: Attempt, deadline: Deadline
+        self, worker: Worker, chunks: AsyncGenerator[list[Chunk], None], admission: Admission, deadline: Deadline
     ):
         self.worker = worker
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
@@ -243,20 +257,18 @@ class Stream:
         self.max_gap_s: float | None = None  # between two chunks; None: up to the deadline
         self.answer = Gathered()
         self._chunks = chunks
-        self._attempt = attempt
+        self._admission = admission
+        self._span = tracing.begin("decode")
         self._deadline = deadline
         self._arrived: deque[Chunk] = deque()  # together with the latest that was read
         self._held: list[Chunk] = []
-        self._opened = AsyncExitStack()
-
-    def owns(self, opened: AsyncExitStack) -> None:
-        """What the stream gives back when it is closed."""
-        self._opened = opened
+        self._is_closed = False
 
     async def start(self, by: Deadline) -> None:
         """Reads until the first content has arrived (or the end: an answer may be empty)."""
-        while self.first_at is None and not self.has_ended:
-            await self._pull(by)
+        with self._span.entered():
+            while self.first_at is None and not self.has_ended:
+                await self._pull(by)
 
     async def first_tokens(self, num_tokens: int, by: Deadline) -> list[Token]:
         """The first `num_tokens` tokens of the answer with their log-probabilities, or all where it has fewer."""
@@ -278,11 +290,28 @@ class Stream:
                 piece, self._held = self._held, []
                 yield piece
             else:
-                await self._pull(self._deadline if self.max_gap_s is None else Deadline.after(self.max_gap_s), most=ALL)
+                await self._pull(self._next_by, most=ALL)
 
-    async def aclose(self) -> None:
-        """Hangs up where the answer is not yet whole, and gives the place back."""
-        await self._opened.aclose()
+    async def read_out(self) -> None:
+        """Reads what is left, for `answer`."""
+        while not self.has_ended:
+            await self._pull(self._next_by, most=ALL)
+        self._held.clear()
+
+    @property
+    def _next_by(self) -> Deadline:
+        return self._deadline if self.max_gap_s is None else Deadline.after(self.max_gap_s)
+
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """Hangs up where the answer is not yet whole, and gives the place back; `error` is what ended it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            await self._chunks.aclose()
+        finally:
+            self._span.end()
+            self._admission.end(error)
 
     async def _pull(self, by: Deadline, *, most: int = 1) -> None:
         """Holds what comes next, at most so many chunks. At the end there is nothing."""
@@ -291,8 +320,7 @@ class Stream:
                 await self._wait(by)
             self._take(most)
         except KvrelayError as error:
-            self._attempt.end(error)
-            await self.aclose()
+            await self.aclose(error)
             raise
 
     async def _wait(self, by: Deadline) -> None:
@@ -322,7 +350,7 @@ class Stream:
             raise WorkerUnavailable(f"{self.worker.id} sent a chunk that is none ({type(error).__name__})") from error
         if self.answer.has_content and self.first_at is None:
             self.first_at = self.last_at
-            self._attempt.succeed()
+            self._admission.succeed()
 
 
 def _ewma(before: float | None, measured: float) -> float:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -10,8 +12,17 @@ from gateway.limits import Gate, Shares
 from workers.api.errors import DeadlineExceeded, Overloaded
 
 
+@asynccontextmanager
+async def place(gate: Gate, within_s: float = 5.0) -> AsyncIterator[None]:
+    await gate.enter(Deadline.after(within_s))
+    try:
+        yield
+    finally:
+        gate.leave()
+
+
 async def hold(gate: Gate, release: asyncio.Event, within_s: float = 5.0) -> None:
-    async with gate.place(Deadline.after(within_s)):
+    async with place(gate, within_s):
         await release.wait()
 
 
@@ -39,7 +50,7 @@ async def test_nobody_waits_longer_than_its_deadline() -> None:
         await hold(gate, release, within_s=0.02)
     release.set()
     await task
-    async with gate.place(Deadline.after(1)):
+    async with place(gate):
         pass  # the one that gave up left no trace
 
 
@@ -49,7 +60,7 @@ async def test_a_place_is_given_back_on_cancellation() -> None:
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait({task})
-    async with gate.place(Deadline.after(1)):
+    async with place(gate):
         pass
 
 

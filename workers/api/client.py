@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from workers.api.schemas import (
     TransferRequest,
     WorkerInfo,
 )
-from workers.api.wire import Answer, BadPath, BrokenOff, Silent, SocketWire, Unreachable, Wire
+from workers.api.wire import Answer, BadPath, Silent, SocketWire, Unreachable, Wire, WireError
 
 R = TypeVar("R", bound=Reply)
 
@@ -134,12 +134,9 @@ class WorkerClient:
                         yield chunks
                     if frames.error is not None:
                         raise frames.error
-        except Silent as error:
+        except WireError as error:
             if not frames.are_whole:
-                raise DeadlineExceeded(f"worker at {self.url} sent nothing for {timeout_s:.3f} s") from error
-        except BrokenOff as error:
-            if not frames.are_whole:
-                raise WorkerUnavailable(f"worker at {self.url} broke off: {error}") from error
+                raise self._failed(error, path, timeout_s) from error
         if not frames.are_whole:
             raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
 
@@ -149,28 +146,27 @@ class WorkerClient:
         try:
             async with self._asked(method, path, request, timeout_s) as answer:
                 reply = _json(await answer.whole())
-        except Silent as error:
-            raise DeadlineExceeded(f"worker at {self.url} did not answer {path} in {timeout_s:.3f} s") from error
-        except BrokenOff as error:
-            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error}") from error
+        except WireError as error:
+            raise self._failed(error, path, timeout_s) from error
         if answer.status >= 400:
             raise from_reply(answer.status, reply, answer.retry_after)
         return reply
 
-    @asynccontextmanager
-    async def _asked(
+    def _asked(
         self, method: str, path: str, request: BaseModel | None, timeout_s: float
-    ) -> AsyncIterator[Answer]:
+    ) -> AbstractAsyncContextManager[Answer]:
         body = b"" if request is None else request.model_dump_json(exclude_none=True).encode()
         connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), trail.headers()
-        asked = self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
-        try:
-            async with asked as answer:
-                yield answer
-        except BadPath as error:
-            raise InvalidRequest(f"{self.url}{path} is not a URL") from error
-        except Unreachable as error:
-            raise WorkerUnavailable(f"worker at {self.url} is not reachable: {error}") from error
+        return self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
+
+    def _failed(self, error: WireError, path: str, timeout_s: float) -> KvrelayError:
+        if isinstance(error, BadPath):
+            return InvalidRequest(f"{self.url}{path} is not a URL")
+        if isinstance(error, Silent):
+            return DeadlineExceeded(f"worker at {self.url} sent nothing on {path} for {timeout_s:.3f} s")
+        if isinstance(error, Unreachable):
+            return WorkerUnavailable(f"worker at {self.url} is not reachable: {error}")
+        return WorkerUnavailable(f"worker at {self.url} broke off: {error}")
 
 
 class Frames:

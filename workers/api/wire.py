@@ -84,7 +84,7 @@ class Wire(ABC):
         headers: Mapping[str, str] | None = None,
     ) -> AbstractAsyncContextManager[Answer]:
         """`timeout_s` bounds the wait for the head, and each one for more of the body. Leaving the block before the end
-        of the reply hangs up. Raises `WireError`, in the block too."""
+        of the reply hangs up. Raises `WireError`, at once and in the block too."""
 
     @abstractmethod
     async def aclose(self) -> None: ...
@@ -109,8 +109,7 @@ class SocketWire(Wire):
         self._open: set[Connection] = set()
         self._is_closed = False
 
-    @asynccontextmanager
-    async def ask(
+    def ask(
         self,
         method: str,
         path: str,
@@ -119,17 +118,12 @@ class SocketWire(Wire):
         timeout_s: float,
         connect_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[Answer]:
+    ) -> Call:
         if not PATH.fullmatch(path):
             raise BadPath(path)
         told = self._headers + _lines(headers or {})
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{told}content-length: {len(body)}\r\n\r\n"
-        connection = self._kept() or await self._connected(connect_s)
-        try:
-            await connection.send(head.encode("latin-1") + body, timeout_s)
-            yield connection
-        finally:
-            self._give_back(connection)
+        return Call(self, head.encode("latin-1") + body, timeout_s=timeout_s, connect_s=connect_s)
 
     async def aclose(self) -> None:
         self._is_closed = True
@@ -143,8 +137,12 @@ class SocketWire(Wire):
     def is_closed(self) -> bool:
         return self._is_closed
 
+    async def connection(self, within_s: float) -> Connection:
+        """One for a call: the one that was used last where that will do, else a new one."""
+        return self._kept() or await self._connected(within_s)
+
     def _kept(self) -> Connection | None:
-        """The connection that was used last, of those that the worker has not yet closed, nor is about to."""
+        """Of those that the worker has not yet closed, nor is about to."""
         oldest_s = time.monotonic() - IDLE_S
         while self._idle and (self._idle[0].has_ended or self._idle[0].idle_since < oldest_s):
             self._idle.popleft().hang_up()
@@ -168,12 +166,34 @@ class SocketWire(Wire):
             raise Unreachable(repr(error)) from error
         return connection
 
-    def _give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: Connection) -> None:
         if connection.may_be_kept and len(self._idle) < MAX_IDLE and not self._is_closed:
             connection.idle_since = time.monotonic()
             self._idle.append(connection)
         else:
             connection.hang_up()
+
+
+class Call:
+    """A request that is sent where the block begins; at its end the connection is given back."""
+
+    def __init__(self, wire: SocketWire, request: bytes, *, timeout_s: float, connect_s: float):
+        self._wire = wire
+        self._request = request
+        self._timeout_s = timeout_s
+        self._connect_s = connect_s
+
+    async def __aenter__(self) -> Answer:
+        self._connection = await self._wire.connection(self._connect_s)
+        try:
+            await self._connection.send(self._request, self._timeout_s)
+        except BaseException:
+            self._wire.give_back(self._connection)
+            raise
+        return self._connection
+
+    async def __aexit__(self, *error: object) -> None:
+        self._wire.give_back(self._connection)
 
 
 @asynccontextmanager
