@@ -18,11 +18,13 @@ from torch import Tensor
 
 from mappers.errors import CheckpointMismatch
 from mappers.exact import CopyFinder
+from mappers.gathered import Gathered
 from mappers.stats import Moments
 
 EVERY_S = 300.0
 PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")
-COUNTS = ("count", "mass", "squares")
+COUNTS = ("count", "mass", "squares", "resolution")  # of moments that float64 products alone went into, the first three
+ROWS = ("x", "y", "weights")
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,20 @@ class Saved:
 
     @classmethod
     def of(
-        cls, moments: Sequence[Moments], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
+        cls, gathered: Sequence[Gathered], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
     ) -> Saved:
-        tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in enumerate(moments) for part in PARTS}
+        moments = {i: each.moments for i, each in enumerate(gathered) if each.moments is not None}
+        batches = {(i, j): batch for i, each in enumerate(gathered) for j, batch in enumerate(each.batches)}
+        tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in moments.items() for part in PARTS}
+        for (i, j), batch in batches.items():
+            tensors |= {f"{i}.{j}.{name}": part for name, part in zip(ROWS, batch.parts, strict=True)}
         copies = [
             (kind, layer, source, finder.lost[kind, layer], finder.power[kind, layer])
             for (kind, layer), source in finder.copies.items()
         ]
         facts = {
-            "counts": [[getattr(moment, name) for name in COUNTS] for moment in moments],
+            "counts": [[getattr(each.moments, name) for name in COUNTS if each.moments] for each in gathered],
+            "batches": [len(each.batches) for each in gathered],
             "copies": copies,
             "num_documents": num_documents,
             "num_tokens": num_tokens,
@@ -64,14 +71,20 @@ class Saved:
             finder.lost[kind, layer], finder.power[kind, layer] = lost, power
         return finder
 
-    def fill(self, moments: Sequence[Moments]) -> None:
-        """Put the statistics back into empty ones of the same shapes."""
-        for index, (moment, counts) in enumerate(zip(moments, self.facts["counts"], strict=True)):
-            for part in PARTS:
-                getattr(moment, part).copy_(self.tensors[f"{index}.{part}"])
-            for name, value in zip(COUNTS, counts, strict=True):
-                setattr(moment, name, value)
-            moment.changed()
+    def fill(self, gathered: Sequence[Gathered]) -> None:
+        """Put what was gathered back into empty ones of the same shapes."""
+        for index, (each, counts) in enumerate(zip(gathered, self.facts["counts"], strict=True)):
+            if counts:
+                self._fill_moments(each.fold(), index, counts)
+            for batch in range(self.facts["batches"][index] if "batches" in self.facts else 0):
+                each.update(*(self.tensors[f"{index}.{batch}.{part}"] for part in ROWS))
+
+    def _fill_moments(self, moments: Moments, index: int, counts: Sequence[float]) -> None:
+        for part in PARTS:
+            getattr(moments, part).copy_(self.tensors[f"{index}.{part}"])
+        for name, value in zip(COUNTS, counts, strict=False):
+            setattr(moments, name, value)
+        moments.changed()
 
     def check_documents(self, digest: str) -> None:
         """Raise `CheckpointMismatch` unless these are the documents that were read."""

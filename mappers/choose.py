@@ -25,8 +25,11 @@ from mappers.judge import Judge
 from mappers.manifest import KINDS, Block
 from mappers.methods import Method, Solution
 from mappers.methods.base import TINY
+from mappers.stats import Moments
 
 WORTH = 0.01  # more layers must take at least this share off what is lost
+EXACT = 1e-6  # an error that can't be told from none
+ENOUGH = 16  # tokens a feature, to compare source layers by
 AUTO = "auto"  # as many layers as pay and as the tokens allow, up to:
 AUTO_LAYERS = 8
 
@@ -54,20 +57,14 @@ class Chooser:
         self._method, self._paths, self._judge, self._projections = method, _way(way), judge, projections
 
     def choices(self, group: Group, layers: int | str) -> list[Choice]:
-        """A choice for every target, from at most so many source layers. Uses the group up: what was held out is added
-        to the rest."""
+        """A choice for every target, from at most so many source layers."""
         if group.held_out.count == 0:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
         paths = self._paths(self._method, group, min(most, group.source.num_layers, self._method.max_layers or most))
         if layers == AUTO:
             paths = [self._affordable(group, path) for path in paths]
-        chosen = [
-            best([self._solved(group, index, blocks) for blocks in dict.fromkeys(path)])
-            for index, path in enumerate(paths)
-        ]
-        group.train.merge(group.held_out)
-        return [self._refitted(group, index, choice) for index, choice in enumerate(chosen)]
+        return [self._choice(_Part.of(group, index, path), path) for index, path in enumerate(paths)]
 
     def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
         """The keys and values that a solution gives."""
@@ -86,23 +83,51 @@ class Chooser:
 
         return [blocks for blocks in path if needed(blocks) <= group.train.effective] or [min(path, key=len)]
 
-    def _solved(self, group: Group, index: int, blocks: Blocks) -> Choice:
-        features, targets = group.features(blocks), group.outputs(index)
-        held_out = group.held_out.select(features, targets)
-        solution = self._method.solve(group.train.select(features, targets), group.layout, held_out)
+    def _choice(self, part: _Part, path: list[Blocks]) -> Choice:
+        """The best of a path, fitted to all documents."""
+        choice = best([self._solved(part, blocks) for blocks in dict.fromkeys(path)])
+        train, everything = part.moments(choice.blocks)
+        everything.merge(train)
+        return replace(choice, solution=self._method.refit(choice.solution, everything, part.group.layout))
+
+    def _solved(self, part: _Part, blocks: Blocks) -> Choice:
+        train, held_out = part.moments(blocks)
+        solution = self._method.solve(train, part.group.layout, held_out)
         r2 = solution.r2(held_out)
-        error = self._judge.error(blocks, self.outputs(group.targets[index], solution)) if self._judge else 1 - r2
+        error = self._judge.error(blocks, self.outputs(part.wanted, solution)) if self._judge else 1 - r2
         return Choice(blocks, solution, r2, error)
 
-    def _refitted(self, group: Group, index: int, choice: Choice) -> Choice:
-        everything = group.train.select(group.features(choice.blocks), group.outputs(index))
-        return replace(choice, solution=self._method.refit(choice.solution, everything, group.layout))
+
+@dataclass(frozen=True)
+class _Part:
+    """What is known of one target and of `blocks`, ascending."""
+
+    group: Group
+    wanted: Wanted
+    blocks: Blocks
+    train: Moments
+    held_out: Moments
+
+    @classmethod
+    def of(cls, group: Group, index: int, path: list[Blocks]) -> _Part:
+        """Of all blocks that are on the path of target `index`."""
+        blocks = _joined(path)
+        columns = group.features(blocks), group.outputs(index)
+        return cls(group, group.targets[index], blocks, group.train.select(*columns), group.held_out.select(*columns))
+
+    def moments(self, blocks: Blocks) -> tuple[Moments, Moments]:
+        """Those of some of the blocks, of what is to be fitted and of what was held out."""
+        width = self.group.source.width
+        starts = torch.tensor([self.blocks.index(block) * width for block in blocks], device=self.train.xx.device)
+        features = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
+        targets = torch.arange(self.train.num_targets, device=starts.device)
+        return self.train.select(features, targets), self.held_out.select(features, targets)
 
 
 def best(choices: Sequence[Choice]) -> Choice:
     """Of those that are about as good as any, one from the fewest blocks, and of these the best."""
     least = min(choice.error for choice in choices)
-    good = [choice for choice in choices if choice.error <= (1 + WORTH) * least + 1e-12]
+    good = [choice for choice in choices if choice.error <= (1 + WORTH) * least + EXACT]
     return min(good, key=lambda choice: (len(choice.blocks), choice.error))
 
 
@@ -112,18 +137,23 @@ def check_way(way: str) -> None:
 
 
 def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
-    """Held-out R² of each candidate alone, (candidates, targets): one solve serves all targets."""
-    everything = torch.arange(group.train.num_targets, device=group.train.xx.device)
+    """Held-out R² of each candidate alone, (candidates, targets): one solve serves all targets.
+
+    It comes from a part of the tokens, as long as these are there one by one.
+    """
+    everything = torch.arange(group.train.num_targets, device=group.device)
     rows = []
     for blocks in candidates:
         features = group.features(blocks)
-        held_out = group.held_out.select(features, everything)
-        lost = method.rough.solve(group.train.select(features, everything), group.layout, held_out).lost(held_out)
+        enough = max(ENOUGH * len(features), method.rough.tokens_needed(len(features), group.layout))
+        train, held_out = group.train.select(features, everything, enough), group.held_out.select(features, everything)
+        lost = method.rough.solve(train, group.layout).lost(held_out)
         rows.append(1 - _a_target(lost, group) / _a_target(held_out.yy, group).clamp_min(TINY))
     return torch.stack(rows)
 
 
 def _top(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+    group.fold_unless_cheaper(most * len(group.kinds))
     layers = [tuple((kind, layer) for kind in group.kinds) for layer in range(group.source.num_layers)]
     best_first = rank(method, group, layers).argsort(stable=True, dim=0, descending=True).T.tolist()
     return [[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)] for order in best_first]
@@ -131,12 +161,14 @@ def _top(method: Method, group: Group, most: int) -> list[list[Blocks]]:
 
 def _forward(method: Method, group: Group, most: int) -> list[list[Blocks]]:
     """Where features join keys and values, each kind of a layer is taken for itself; in all as many as with `top`."""
+    group.fold()  # it looks at so many candidates that little is left out
     alone = rank(method, group, [(block,) for block in group.blocks])
     most *= len(group.kinds)
     return [forward_path(group, index, alone[:, index], most) for index in range(len(group.targets))]
 
 
 def _both(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+    group.fold()
     return [a + b for a, b in zip(_top(method, group, most), _forward(method, group, most), strict=True)]
 
 
@@ -150,7 +182,7 @@ def _way(name: str) -> Way:
 
 
 def _joined(parts: Sequence[Blocks]) -> Blocks:
-    return tuple(sorted(block for part in parts for block in part))
+    return tuple(sorted({block for part in parts for block in part}))
 
 
 def _a_target(per_column: Tensor, group: Group) -> Tensor:

@@ -7,6 +7,7 @@ how many, and with what penalty are then linear algebra on sub-blocks, with no s
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mappers.cache import KVCache, KVGeometry
 from mappers.checkpoint import Checkpoint, Saved
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch
 from mappers.exact import CopyFinder, Target
+from mappers.gathered import BATCH, Gathered
 from mappers.hidden import check_projections, listened, projections
 from mappers.manifest import KINDS, Block, Kind
 from mappers.methods import Layout
@@ -31,6 +33,7 @@ from mappers.weighting import EFFECTIVE_SHARE, Received, Weighting, shrunk
 HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
 SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents, and tokens of each, that are kept to be read again
+ROWS_BYTES = 2**30  # of features and targets that are held as they are, before they become moments
 
 Wanted = tuple[Literal["keys", "values", "hidden"], int]  # of a target layer: keys, values, what they are made from
 Progress = Callable[[int, int | None], None]  # tokens done, tokens to do if known
@@ -82,37 +85,65 @@ class States:
 
 
 class Group:
-    """Targets that share their features: `kinds` of all source layers, (kind, layer, head, dim) a column each."""
+    """Targets that share their features: `kinds` of all source layers, (kind, layer, head, dim) a column each.
+
+    When there are more than `most_rows` rows, they are folded to moments.
+    """
 
     def __init__(
-        self, kinds: tuple[Kind, ...], targets: Sequence[Wanted], source: KVGeometry, layout: Layout, device: Any
+        self,
+        kinds: tuple[Kind, ...],
+        targets: Sequence[Wanted],
+        source: KVGeometry,
+        layout: Layout,
+        device: Any,
+        most_rows: int,
     ):
         self.kinds, self.targets, self.source, self.layout = kinds, list(targets), source, layout
+        self.device, self._most_rows = device, most_rows
         self.blocks: list[Block] = [(kind, layer) for kind in kinds for layer in range(source.num_layers)]
-        sizes = (len(self.blocks) * source.width, len(self.targets) * layout.target_width)
-        self.train, self.held_out = Moments(*sizes, device), Moments(*sizes, device)
+        sizes = _sizes(kinds, targets, source, layout.target_width)
+        self.train, self.held_out = Gathered(*sizes, device), Gathered(*sizes, device)
 
     def features(self, blocks: Sequence[Block]) -> Tensor:
         """Columns of these blocks, in their order."""
         width = self.source.width
         starts = [self.blocks.index(block) * width for block in blocks]
-        return torch.cat([torch.arange(s, s + width) for s in starts]).to(self.train.xx.device)
+        return torch.cat([torch.arange(s, s + width) for s in starts]).to(self.device)
 
     def outputs(self, index: int) -> Tensor:
         """Columns of `targets[index]`."""
         width = self.layout.target_width
-        return torch.arange(index * width, (index + 1) * width, device=self.train.xx.device)
+        return torch.arange(index * width, (index + 1) * width, device=self.device)
 
     def update(self, source: States, target: States, held_out: bool) -> None:
         """Take in one document; its keys carry no position."""
         x = torch.cat([source.rows(block) for block in self.blocks], dim=1)
         y = torch.cat([target.rows(wanted) for wanted in self.targets], dim=1)
+        if self.train.count + self.held_out.count + len(x) > self._most_rows:
+            self.fold()
         (self.held_out if held_out else self.train).update(x, y, target.weights)
+
+    def fold(self) -> None:
+        """Make moments of all rows."""
+        self.train.fold(), self.held_out.fold()
+
+    def fold_unless_cheaper(self, num_blocks: int) -> None:
+        """Fold, unless fewer multiplications give the moments of so many blocks for each target alone."""
+        if len(self.targets) * self._cost(num_blocks, 1) > self._cost(len(self.blocks), len(self.targets)):
+            self.fold()
+
+    def _cost(self, num_blocks: int, num_targets: int) -> float:
+        """Of the moments of so many, in products of two blocks."""
+        return num_blocks * (num_blocks / 2 + num_targets * self.layout.target_width / self.source.width)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """All that is known of the calibration data once it has been read. `sample` is some of what was held out."""
+    """All that is known of the calibration data once it has been read. `sample` is some of what was held out.
+
+    `reading_s` is how long the two models took to read what this call had them read.
+    """
 
     groups: list[Group]
     copies: dict[Target, int]
@@ -120,6 +151,7 @@ class Collected:
     num_tokens: int
     digest: str
     sample: list[list[int]]
+    reading_s: float
 
 
 @torch.no_grad()
@@ -171,17 +203,33 @@ def collect(
         collector.num_tokens,
         stream.digest,
         stream.sample,
+        collector.reading_s,
     )
 
 
-def planned_bytes(source: KVGeometry, target: KVGeometry, reading: Reading, hidden_size: int = 0) -> int:
-    """Memory that the statistics take at most (layers that turn out to be copies need none)."""
-    needed = 0
-    for kinds in reading.together:
-        wanted = reading.wanted(kinds, target.num_layers, {})
-        width = hidden_size if reading.hidden else target.width
-        needed += 2 * Moments.bytes_for(len(kinds) * source.num_layers * source.width, len(wanted) * width)
-    return needed
+def planned_bytes(
+    source: KVGeometry, target: KVGeometry, reading: Reading, hidden_size: int = 0, max_tokens: int | None = None
+) -> int:
+    """Memory that the statistics, and the rows before them, take at most (layers that turn out to be copies need
+    none)."""
+    width = hidden_size if reading.hidden else target.width
+    wanted = [(kinds, reading.wanted(kinds, target.num_layers, {})) for kinds in reading.together]
+    sizes = [_sizes(*each, source, width) for each in wanted]
+    row_bytes = sum(Gathered.bytes_for(*size) for size in sizes)
+    rows = most_rows(row_bytes)
+    if max_tokens is not None:
+        rows = min(rows, max_tokens + MAX_DOCUMENT_TOKENS)
+    return sum(2 * Moments.bytes_for(*size) for size in sizes) + rows * row_bytes
+
+
+def most_rows(row_bytes: int) -> int:
+    """How many rows of so many bytes, in all groups together, are held before they become moments."""
+    return max(ROWS_BYTES // row_bytes, 2 * BATCH)
+
+
+def _sizes(kinds: Sequence[Kind], targets: Sequence[Wanted], source: KVGeometry, target_width: int) -> tuple[int, int]:
+    """Features and targets of a group."""
+    return len(kinds) * source.num_layers * source.width, len(targets) * target_width
 
 
 class _Stream:
@@ -222,9 +270,12 @@ class _Collector:
         self.groups: list[Group] = []
         self.finder = CopyFinder({})
         self.num_documents = self.num_tokens = 0
+        self.reading_s = 0.0
 
     def take(self, ids: list[int]) -> None:
+        began = time.perf_counter()
         theirs, ours = States(read(self._models[0], ids), {}), self._read_target(ids)
+        self.reading_s += time.perf_counter() - began
         head = self._reading.head
         source, target = theirs.cache.slice(head, len(ids)), ours.cache.slice(head, len(ids))
         if not self.num_documents:
@@ -243,16 +294,17 @@ class _Collector:
 
     def saved(self, digest: str) -> Saved:
         """All of it, to go on from later."""
-        return Saved.of(self.groups_moments(), self.finder, self.num_documents, self.num_tokens, digest)
+        return Saved.of(self._gathered, self.finder, self.num_documents, self.num_tokens, digest)
 
     def restore(self, saved: Saved) -> None:
         self.finder = saved.finder()
         self.groups = self._groups(self.finder.copies)
-        saved.fill(self.groups_moments())
+        saved.fill(self._gathered)
         self.num_documents, self.num_tokens = saved.num_documents, saved.num_tokens
 
-    def groups_moments(self) -> list[Moments]:
-        return [moments for group in self.groups for moments in (group.train, group.held_out)]
+    @property
+    def _gathered(self) -> list[Gathered]:
+        return [gathered for group in self.groups for gathered in (group.train, group.held_out)]
 
     def _groups(self, copies: dict[Target, int]) -> list[Group]:
         source, target = (geometry_of(model.config) for model in self._models)
@@ -260,8 +312,10 @@ class _Collector:
         if self._reading.hidden:
             layout = Layout(source.num_kv_heads, source.head_dim, 1, self._models[1].config.hidden_size)
         wanted = [(kinds, self._reading.wanted(kinds, target.num_layers, copies)) for kinds in self._reading.together]
-        device = self._models[0].device
-        return [Group(kinds, targets, source, layout, device) for kinds, targets in wanted if targets]
+        wanted = [(kinds, targets) for kinds, targets in wanted if targets]
+        row_bytes = sum(Gathered.bytes_for(*_sizes(*each, source, layout.target_width)) for each in wanted)
+        device, most = self._models[0].device, most_rows(row_bytes) if wanted else 0
+        return [Group(kinds, targets, source, layout, device, most) for kinds, targets in wanted]
 
     def _read_target(self, ids: list[int]) -> States:
         model = self._models[1]

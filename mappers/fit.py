@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -89,6 +90,7 @@ def fit(
     ropes = Rope.of(models[0]), Rope.of(models[1])
     projected_by = projections(models[1]) if reading.hidden else None
     # 3. Statistics of the documents.
+    began = time.perf_counter()
     file = None
     if checkpoint:
         pair = {"source": cards[0].fingerprint, "target": cards[1].fingerprint}
@@ -98,6 +100,9 @@ def fit(
     judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
     chooser = Chooser(chosen_method, choose, judge, projected_by)
     outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, say)
+    if say:
+        beside_s = time.perf_counter() - began - collected.reading_s
+        say(f"the models read for {collected.reading_s:.1f} s; all else took {beside_s:.1f} s")
     # 5. The bundle.
     manifest = Manifest(
         source=cards[0],

@@ -46,6 +46,7 @@ class _Selection:
         self._gram, self._cross = train.gram(), train.xy
         self._held_gram, self._held_cross = held_out.gram(), held_out.xy
         self._num, self._width = len(candidates), len(features) // len(candidates)
+        self._resolution = train.resolution
         diagonal = self._gram.diagonal().view(self._num, -1)
         self._penalty = (RIDGE * diagonal.mean(1, keepdim=True)).expand_as(diagonal).flatten()
 
@@ -54,7 +55,7 @@ class _Selection:
         s = torch.cat([torch.arange(i * self._width, (i + 1) * self._width) for i in taken]).to(self._gram.device)
         g, h = self._gram[s], self._held_gram[s]  # (s, p)
         inner = g[:, s] + torch.diag(self._penalty[s])
-        solved = cholesky_solve(inner, torch.cat([g, self._cross[s]], dim=1))
+        solved = cholesky_solve(inner, torch.cat([g, self._cross[s]], dim=1), self._resolution)
         w, b = solved[:, : len(self._gram)], solved[:, len(self._gram) :]  # (s, p), (s, q)
         left = self._held_cross[s] - h[:, s] @ b  # X_S'E
         curved = h - h[:, s] @ w  # X_S'Z
@@ -64,7 +65,7 @@ class _Selection:
     def _gain(self, i: int, g: Tensor, h: Tensor, w: Tensor, b: Tensor, left: Tensor, curved: Tensor) -> float:
         c = slice(i * self._width, (i + 1) * self._width)
         inner = self._gram[c, c] + torch.diag(self._penalty[c]) - g[:, c].T @ w[:, c]
-        added = cholesky_solve(inner, self._cross[c] - g[:, c].T @ b)  # W_c' X_S'Y = G_cS B_S
+        added = cholesky_solve(inner, self._cross[c] - g[:, c].T @ b, self._resolution)  # W_c' X_S'Y = G_cS B_S
         explained = self._held_cross[c] - h[:, c].T @ b - w[:, c].T @ left  # Z_c'E
         power = self._held_gram[c, c] - h[:, c].T @ w[:, c] - w[:, c].T @ curved[:, c]  # Z_c'Z_c
         return float((added * (2 * explained - power @ added)).sum())

@@ -2,22 +2,60 @@
 
 Rows may carry weights. Then sums are weighted sums, means weighted means, and n rows tell as much as `effective` equal
 ones would.
+
+Rows are multiplied in their own precision, after centring, a batch at a time; sums of batches are float64. Products of
+float32 rows are right to some 1e-7 of what the features vary by. That is far below the penalties of a fit, and above
+what float64 would tell apart: see `resolution`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mappers.errors import GeometryMismatch
 
-STRIP = 512  # columns of the Gram that are computed at a time; only its upper triangle is
+STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
+RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows x (n, p) and y (n, q), each less the means (p,), (q,) of all and times the root of its weight.
+
+    `mass` is the sum of the weights, `squares` that of their squares; means are float64.
+    """
+
+    x: Tensor
+    y: Tensor
+    mean_x: Tensor
+    mean_y: Tensor
+    mass: float
+    squares: float
+
+    @classmethod
+    def centred(cls, x: Tensor, y: Tensor, weights: Tensor) -> Rows:
+        """Those of raw rows (n, ...), n > 0, which are overwritten, with float64 weights (n,)."""
+        mean_x, mean_y = _centre(x, weights), _centre(y, weights)
+        return cls(x, y, mean_x, mean_y, float(weights.sum()), float(weights.square().sum()))
+
+    @property
+    def count(self) -> int:
+        return len(self.x)
+
+    def select(self, features: Tensor, targets: Tensor) -> Rows:
+        """Some columns, by index."""
+        x, y = taken(self.x, features), taken(self.y, targets)
+        return Rows(x, y, self.mean_x[features], self.mean_y[targets], self.mass, self.squares)
 
 
 class Moments:
     """Centred moments of features x (p,) and targets y (q,) in float64: X'X, X'Y, the diagonal of Y'Y, means.
 
     `count` rows were taken in; `mass` is the sum of their weights, `squares` that of the weights' squares.
+    `resolution` is the share of a feature's variance below which nothing can be told from rounding.
 
     Only the upper triangle of `xx` is kept up; read it through `gram`.
     """
@@ -27,6 +65,7 @@ class Moments:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.count, self.mass, self.squares = 0, 0.0, 0.0
+        self.resolution = RESOLUTION[torch.float64]
         self.mean_x, self.mean_y = zeros(num_features), zeros(num_targets)
         self.xx, self.xy = zeros(num_features, num_features), zeros(num_features, num_targets)
         self.yy = zeros(num_targets)
@@ -52,24 +91,29 @@ class Moments:
 
     def update(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         """Take in rows x (n, p) and y (n, q) of any float dtype, each as often as `weights` (n,) says, or once."""
-        if x.shape != (len(y), self.num_features) or y.shape[1:] != (self.num_targets,):
-            need = f"(n, {self.num_features}), (n, {self.num_targets})"
-            raise GeometryMismatch(f"rows {tuple(x.shape)}, {tuple(y.shape)}; need {need}")
-        if len(x) == 0:
-            return
-        w = torch.ones(len(x), dtype=torch.float64, device=x.device) if weights is None else weights.double()
-        mass, x, y = float(w.sum()), x.double(), y.double()
-        mean_x, mean_y = w @ x / mass, w @ y / mass
-        x = self._with_shift(x - mean_x, w, mean_x - self.mean_x)
-        y = self._with_shift(y - mean_y, w, mean_y - self.mean_y)
+        check_rows(x, y, self.num_features, self.num_targets)
+        if len(x):
+            dtype = product_dtype(x, y)
+            w = torch.ones(len(x), device=x.device) if weights is None else weights
+            self.add(Rows.centred(x.to(dtype, copy=True), y.to(dtype, copy=True), w.double()))
+
+    def add(self, rows: Rows) -> None:
+        """Take in rows that are centred."""
+        apart = self.mass * rows.mass / (self.mass + rows.mass)
+        dx, dy = rows.mean_x - self.mean_x, rows.mean_y - self.mean_y
         self._whole = False
         for begin in range(0, self.num_features, STRIP):
             strip = slice(begin, begin + STRIP)
-            self.xx[strip, begin:].addmm_(x[:, strip].T, x[:, begin:])
-        self.xy.addmm_(x.T, y)
-        self.yy += y.square().sum(0)
-        self._shift_means(mass, mean_x, mean_y)
-        self.count, self.squares = self.count + len(w), self.squares + float(w.square().sum())
+            left = rows.x[:, strip].T
+            for whole, right, shift in (
+                (self.xx[strip, begin:], rows.x[:, begin:], dx[begin:]),
+                (self.xy[strip], rows.y, dy),
+            ):
+                whole += left @ right
+                whole.addr_(dx[strip], shift, alpha=apart)
+        self.yy += rows.y.square().sum(0) + apart * dy.square()
+        self.resolution = max(self.resolution, RESOLUTION[rows.x.dtype])
+        self._shift_means(rows)
 
     def merge(self, other: Moments) -> None:
         """Take in what another has seen; the same as having seen it here."""
@@ -80,16 +124,16 @@ class Moments:
             )
         if other.count == 0:
             return
-        weight = self.mass * other.mass / (self.mass + other.mass)
+        apart = self.mass * other.mass / (self.mass + other.mass)
         dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
         self._whole = False
         self.xx += other.xx
-        self.xx.addr_(dx, dx, alpha=weight)
+        self.xx.addr_(dx, dx, alpha=apart)
         self.xy += other.xy
-        self.xy.addr_(dx, dy, alpha=weight)
-        self.yy += other.yy + weight * dy.square()
-        self._shift_means(other.mass, other.mean_x, other.mean_y)
-        self.count, self.squares = self.count + other.count, self.squares + other.squares
+        self.xy.addr_(dx, dy, alpha=apart)
+        self.yy += other.yy + apart * dy.square()
+        self.resolution = max(self.resolution, other.resolution)
+        self._shift_means(other)
 
     def changed(self) -> None:
         """To be called when `xx` was written to from outside."""
@@ -110,19 +154,51 @@ class Moments:
         """The moments of some features and targets, by index."""
         part = Moments(0, 0)
         part.count, part.mass, part.squares = self.count, self.mass, self.squares
+        part.resolution = self.resolution
         part.mean_x, part.mean_y = self.mean_x[features], self.mean_y[targets]
         part.xx, part._whole = self.gram()[features[:, None], features], True
         part.xy = self.xy[features[:, None], targets]
         part.yy = self.yy[targets]
         return part
 
-    def _with_shift(self, centred: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
-        """Rows whose outer products are weighted, and one more: the correction for their mean lying elsewhere."""
-        mass = float(weights.sum())
-        apart = self.mass * mass / (self.mass + mass)
-        return torch.cat([weights.sqrt()[:, None] * centred, apart**0.5 * shift[None]])
+    def _shift_means(self, other: Moments | Rows) -> None:
+        self.count, self.squares, self.mass = (
+            self.count + other.count,
+            self.squares + other.squares,
+            self.mass + other.mass,
+        )
+        self.mean_x += (other.mean_x - self.mean_x) * (other.mass / self.mass)
+        self.mean_y += (other.mean_y - self.mean_y) * (other.mass / self.mass)
 
-    def _shift_means(self, mass: float, mean_x: Tensor, mean_y: Tensor) -> None:
-        self.mass += mass
-        self.mean_x += (mean_x - self.mean_x) * (mass / self.mass)
-        self.mean_y += (mean_y - self.mean_y) * (mass / self.mass)
+
+def product_dtype(x: Tensor, y: Tensor) -> torch.dtype:
+    """What rows are multiplied in: float64 if any are, else float32."""
+    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+
+
+def check_rows(x: Tensor, y: Tensor, num_features: int, num_targets: int) -> None:
+    """Raise `GeometryMismatch` unless these are as many rows of so many features and targets."""
+    if x.shape != (len(y), num_features) or y.shape[1:] != (num_targets,):
+        raise GeometryMismatch(
+            f"rows {tuple(x.shape)}, {tuple(y.shape)}; need (n, {num_features}), (n, {num_targets})"
+        )
+
+
+def taken(rows: Tensor, columns: Tensor) -> Tensor:
+    """Columns of rows (n, p) by index; a view where they lie together."""
+    breaks = (columns.diff() != 1).nonzero().flatten() + 1
+    runs = [rows[:, int(run[0]) : int(run[-1]) + 1] for run in columns.tensor_split(breaks.cpu()) if len(run)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+
+
+def _centre(rows: Tensor, weights: Tensor) -> Tensor:
+    """Take the weighted mean off rows (n, p), in place, and multiply each by the root of its weight; the mean."""
+    share = weights / weights.sum()
+    # Twice, since the first mean of float32 rows that lie far from 0 is off by more than their last bits.
+    first = share.to(rows.dtype) @ rows
+    rows -= first
+    second = share.to(rows.dtype) @ rows
+    rows -= second
+    if not bool((weights == 1).all()):
+        rows *= weights.sqrt().to(rows.dtype)[:, None]
+    return first.double() + second.double()

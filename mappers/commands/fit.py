@@ -164,7 +164,7 @@ def _plan(pair: Pair, options: argparse.Namespace) -> str:
     configs = [read_config(local_folder(name)) for name in (pair.source, pair.target)]
     source, target = map(geometry_of, configs)
     reading = Reading(options.joint, hidden=methods.get(options.method).predicts_hidden)
-    needed = planned_bytes(source, target, reading, configs[1].get("hidden_size", 0))
+    needed = planned_bytes(source, target, reading, configs[1].get("hidden_size", 0), options.tokens)
     return (
         f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
         f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {needed / 1e9:.1f} GB beside the models"

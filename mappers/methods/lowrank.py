@@ -48,7 +48,8 @@ class LowRank(Method):
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
         full = self.rough.solve(train, layout, held_out)
         directions = _directions(full, train)
-        rank = self.rank or _smallest_rank(_losses(full, directions, train, held_out or train), self.tolerance)
+        judged = held_out or train
+        rank = self.rank or _smallest_rank(_losses(full, directions, train, judged), self.tolerance, judged.resolution)
         return _cut(full, directions, rank, train)
 
     def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
@@ -86,6 +87,6 @@ def _losses(full: Solution, directions: Tensor, train: Moments, judged: Moments)
     return nothing - (2 * cross - power).cumsum(0)
 
 
-def _smallest_rank(losses: Tensor, tolerance: float) -> int:
-    good = losses <= (1 + tolerance) * losses[-1] + 1e-12 * losses[0]
+def _smallest_rank(losses: Tensor, tolerance: float, resolution: float) -> int:
+    good = losses <= (1 + tolerance) * losses[-1] + max(1e-12, resolution) * losses[0]
     return int(good.nonzero()[0]) + 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from mappers.methods.base import Layout, Method, Solution
 from mappers.stats import Moments
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-SMALLEST_PIVOT = 1e-14  # of a Gram with unit diagonal: below, a feature is the sum of others to float64's last bits
 
 
 class Ridge(Method):
@@ -22,7 +22,7 @@ class Ridge(Method):
 
     solved by Cholesky in float64 after scaling the Gram to a unit diagonal. The penalty is relative, because an
     absolute one means something else for every number of tokens. Of several, the best on held-out moments is taken;
-    without any, the middle one.
+    without any, the middle one. One that is too small for the features to be told apart is passed over, if not all are.
     Fewer than `tokens_per_feature` tokens a feature are refused: they overfit silently.
     """
 
@@ -36,11 +36,10 @@ class Ridge(Method):
 
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
         self.check_tokens(train, self.tokens_needed(train.num_features, layout))
-        gram = train.gram()
-        return self.best((self._solved(train, gram, ridge) for ridge in self.candidates(held_out)), held_out)
+        return self.best((partial(_solved, train, ridge) for ridge in self.candidates(held_out)), held_out)
 
     def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
-        return self._solved(moments, moments.gram(), solution.ridge or 0.0)
+        return _solved(moments, solution.ridge or 0.0)
 
     def tokens_needed(self, num_features: int, layout: Layout) -> int:
         return round(self.tokens_per_feature * num_features)
@@ -59,19 +58,28 @@ class Ridge(Method):
         return self.ridges if held_out is not None else (self.ridges[len(self.ridges) // 2],)
 
     @staticmethod
-    def best(solutions: Iterable[Solution], held_out: Moments | None) -> Solution:
-        """The best on held-out moments; the only one where there are none."""
-        found = list(solutions)
+    def best(attempts: Iterable[Callable[[], Solution]], held_out: Moments | None) -> Solution:
+        """The best on held-out moments, of those that do not raise `RankDeficient`; the only one where there are
+        none."""
+        found, failed = [], []
+        for attempt in attempts:
+            try:
+                found.append(attempt())
+            except RankDeficient as error:
+                failed.append(error)
+        if not found:
+            raise failed[-1]
         return found[0] if held_out is None else max(found, key=lambda solution: solution.r2(held_out))
 
-    def _solved(self, train: Moments, gram: Tensor, ridge: float) -> Solution:
-        weight = solve_penalised(gram, train.xy, ridge)
-        return Solution(weight, train.mean_y - train.mean_x @ weight, ridge)
+
+def _solved(train: Moments, ridge: float) -> Solution:
+    weight = solve_penalised(train.gram(), train.xy, ridge, train.resolution)
+    return Solution(weight, train.mean_y - train.mean_x @ weight, ridge)
 
 
-def solve_penalised(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
+def solve_penalised(gram: Tensor, right: Tensor, ridge: float, resolution: float) -> Tensor:
     """(gram + ridge * mean(diag gram) * I)^-1 right. Raises `RankDeficient`."""
-    return cholesky_solve(penalised(gram, ridge), right)
+    return cholesky_solve(penalised(gram, ridge), right, resolution)
 
 
 def penalised(gram: Tensor, ridge: float) -> Tensor:
@@ -81,11 +89,14 @@ def penalised(gram: Tensor, ridge: float) -> Tensor:
     return raised
 
 
-def cholesky_solve(gram: Tensor, right: Tensor) -> Tensor:
-    """gram^-1 right for a symmetric positive definite `gram`, equilibrated. Raises `RankDeficient`."""
+def cholesky_solve(gram: Tensor, right: Tensor, resolution: float) -> Tensor:
+    """gram^-1 right for a symmetric positive definite `gram`, equilibrated.
+
+    Raises `RankDeficient` where less than the share `resolution` of a feature is left that others do not tell.
+    """
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reciprocal()
     factor, failed = torch.linalg.cholesky_ex(gram * scale[:, None] * scale)
-    if int(failed) or float(factor.diagonal().square().min()) < SMALLEST_PIVOT:
+    if int(failed) or float(factor.diagonal().square().min()) < resolution:
         raise RankDeficient(f"{len(gram)} features depend on one another; allow a ridge above 0, or more tokens")
     return torch.cholesky_solve(right * scale[:, None], factor) * scale[:, None]

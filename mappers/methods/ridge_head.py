@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,16 +31,15 @@ class RidgeHead(Method):
         if layout.source_heads != layout.target_heads:
             return self._full.solve(train, layout, held_out)
         Ridge.check_tokens(train, self.tokens_needed(train.num_features, layout))
-        gram = train.gram()
-        heads = self._matched(train, gram, layout, held_out)
+        heads = self._matched(train, layout, held_out)
         candidates = self._full.candidates(held_out)
-        return Ridge.best((_joined(train, gram, layout, heads, ridge) for ridge in candidates), held_out)
+        return Ridge.best((partial(_joined, train, layout, heads, ridge) for ridge in candidates), held_out)
 
     def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
         heads = solution.structure().get("heads")
         if heads is None:
             return self._full.refit(solution, moments, layout)
-        return _joined(moments, moments.gram(), layout, heads, solution.ridge or 0.0)
+        return _joined(moments, layout, heads, solution.ridge or 0.0)
 
     def tokens_needed(self, num_features: int, layout: Layout) -> int:
         matched = layout.source_heads == layout.target_heads
@@ -49,31 +49,32 @@ class RidgeHead(Method):
     def rough(self) -> Method:
         return self._full
 
-    def _matched(self, train: Moments, gram: Tensor, layout: Layout, held_out: Moments | None) -> list[list[int]]:
+    def _matched(self, train: Moments, layout: Layout, held_out: Moments | None) -> list[list[int]]:
         """For each target head the best source head of every block."""
         judged = held_out or train
         chosen = []
         for block in range(train.num_features // layout.source_width):
             r2 = []
             for head in range(layout.source_heads):
-                columns = head_columns(layout, [head]).to(gram.device) + block * layout.source_width
-                r2.append(self._r2_alone(train, gram, columns, judged, layout))
+                columns = head_columns(layout, [head]).to(train.xx.device) + block * layout.source_width
+                r2.append(self._r2_alone(train, columns, judged, layout))
             chosen.append(torch.stack(r2).argmax(0).tolist())  # of (source heads, target heads)
         return [list(heads) for heads in zip(*chosen, strict=True)]
 
-    def _r2_alone(self, train: Moments, gram: Tensor, columns: Tensor, judged: Moments, layout: Layout) -> Tensor:
+    def _r2_alone(self, train: Moments, columns: Tensor, judged: Moments, layout: Layout) -> Tensor:
         """R² of every target head, predicted from one source head alone."""
-        everything = torch.arange(train.num_targets, device=gram.device)
-        weight = solve_penalised(gram[columns[:, None], columns], train.xy[columns], self._full.candidates(None)[0])
-        alone = Solution(weight, train.mean_y - train.mean_x[columns] @ weight)
+        everything = torch.arange(train.num_targets, device=columns.device)
+        part = train.select(columns, everything)
+        weight = solve_penalised(part.gram(), part.xy, self._full.candidates(None)[0], part.resolution)
+        alone = Solution(weight, part.mean_y - part.mean_x @ weight)
         lost = alone.lost(judged.select(columns, everything)).view(-1, layout.target_dim).sum(1)
         return 1 - lost / judged.yy.view(-1, layout.target_dim).sum(1).clamp_min(TINY)
 
 
-def _joined(train: Moments, gram: Tensor, layout: Layout, heads: Heads, ridge: float) -> HeadMatched:
-    blocks = []
+def _joined(train: Moments, layout: Layout, heads: Heads, ridge: float) -> HeadMatched:
+    blocks, gram = [], train.gram()
     for target, chosen in enumerate(heads):
         columns = head_columns(layout, chosen).to(gram.device)
         right = train.xy[columns, target * layout.target_dim : (target + 1) * layout.target_dim]
-        blocks.append(solve_penalised(gram[columns[:, None], columns], right, ridge))
+        blocks.append(solve_penalised(gram[columns[:, None], columns], right, ridge, train.resolution))
     return HeadMatched.of(layout, heads, torch.stack(blocks), train, ridge)

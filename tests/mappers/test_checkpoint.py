@@ -13,6 +13,8 @@ import torch
 from mappers import Mapper, fit
 from mappers.checkpoint import Checkpoint, Saved
 from mappers.errors import CheckpointMismatch
+from mappers.exact import CopyFinder
+from mappers.gathered import BATCH, Gathered
 
 
 class Killed(Exception):
@@ -70,6 +72,41 @@ def test_kept_statistics_serve_other_methods_and_more_tokens(
         mapper = fitted(folders, documents, file, keep=True, progress=lambda done, _: read.append(done), **change)
         assert len(read) == num_read
         assert mapper.bundle_id == fitted(folders, documents, None, **change).bundle_id
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_what_was_gathered_goes_on_to_the_last_bit(tmp_path: Path, is_folded: bool) -> None:
+    x, y = torch.randn(3 * BATCH, 6), torch.randn(3 * BATCH, 2)
+    weights = torch.rand(3 * BATCH, dtype=torch.float64)
+    whole, begun, resumed = Gathered(6, 2), Gathered(6, 2), Gathered(6, 2)
+    for gathered in (whole, begun):
+        gathered.update(x[:BATCH], y[:BATCH], weights[:BATCH])
+        if is_folded:
+            gathered.fold()
+        gathered.update(x[BATCH : 2 * BATCH + 300], y[BATCH : 2 * BATCH + 300], weights[BATCH : 2 * BATCH + 300])
+    checkpoint = Checkpoint(tmp_path / "partial", {})
+    checkpoint.save(Saved.of([begun], CopyFinder({}), 1, 2, "0"))
+    saved = checkpoint.load()
+    assert saved is not None
+    saved.fill([resumed])
+    for gathered in (whole, resumed):
+        gathered.update(x[2 * BATCH + 300 :], y[2 * BATCH + 300 :], weights[2 * BATCH + 300 :])
+    assert (resumed.count, resumed.effective) == (whole.count, whole.effective)
+    ours, theirs = resumed.fold(), whole.fold()
+    for part in ("mean_x", "mean_y", "xx", "xy", "yy"):
+        assert torch.equal(getattr(ours, part), getattr(theirs, part))
+    assert ours.resolution == theirs.resolution
+
+
+def test_statistics_of_an_older_version_are_read(tmp_path: Path) -> None:
+    """They hold moments alone, of float64 products."""
+    gathered, resumed = Gathered(6, 2), Gathered(6, 2)
+    gathered.update(torch.randn(50, 6, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64))
+    gathered.fold()
+    saved = Saved.of([gathered], CopyFinder({}), 1, 2, "0")
+    Saved(saved.tensors, {"counts": [saved.facts["counts"][0][:3]]}).fill([resumed])
+    assert torch.equal(resumed.fold().gram(), gathered.fold().gram())
+    assert (resumed.count, resumed.fold().resolution) == (50, gathered.fold().resolution)
 
 
 def test_nothing_is_saved_before_it_is_time(

@@ -10,25 +10,31 @@ import torch
 
 from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
 from mappers.choose import Chooser, rank
-from mappers.collect import HELD_OUT_EVERY, Group
+from mappers.collect import HELD_OUT_EVERY, Group, States
 from mappers.forward import RIDGE, forward_path
 from mappers.judge import NEAR, Judge
 from mappers.methods import Layout, Solution
 from mappers.methods.ridge import Ridge, cholesky_solve
 from mappers.models import load_model, read
 from mappers.rope import Rope
-from tests.mappers.pairs import HEAD_DIM, KV_HEADS, random_documents
+from mappers.stats import Moments
+from tests.mappers.pairs import HEAD_DIM, KV_HEADS, random_cache, random_documents
 
 LAYERS, WIDTH = 5, 3
 RIDGE_ONLY = Ridge(ridges=(RIDGE,))
 
 
 def group(x: torch.Tensor, y: torch.Tensor) -> Group:
-    """Statistics of rows x (n, LAYERS * WIDTH) and y (n, WIDTH), a third of them held out."""
-    made = Group(("keys",), [("keys", 0)], KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu")
+    """Rows x (n, LAYERS * WIDTH) and y (n, WIDTH), a third of them held out."""
+    made = Group(("keys",), [("keys", 0)], KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu", len(x))
     cut = len(x) * 2 // 3
     made.train.update(x[:cut], y[:cut])
     made.held_out.update(x[cut:], y[cut:])
+    return made
+
+
+def folded(made: Group) -> Group:
+    made.fold()
     return made
 
 
@@ -51,6 +57,24 @@ def test_top_takes_what_explains_most_alone_forward_what_adds_most() -> None:
     assert forward.r2 > 0.9 > top.r2
 
 
+def test_rows_and_their_moments_lead_to_the_same_choice() -> None:
+    for layers in (1, 2, "auto"):
+        (choice,) = Chooser(methods.get("ridge"), "top").choices(complementary(), layers)
+        (again,) = Chooser(methods.get("ridge"), "top").choices(folded(complementary()), layers)
+        assert choice.blocks == again.blocks and choice.r2 == pytest.approx(again.r2)
+        torch.testing.assert_close(choice.solution.weight, again.solution.weight)
+
+
+def test_rows_become_moments_when_they_grow_too_many() -> None:
+    layout = Layout(KV_HEADS, HEAD_DIM, KV_HEADS, HEAD_DIM)
+    made = Group(("keys",), [("keys", 0)], KVGeometry(2, KV_HEADS, HEAD_DIM), layout, "cpu", most_rows=25)
+    states = States(random_cache(2, 10), {})
+    for held_out, is_folded in ((False, False), (True, False), (False, True), (False, True)):
+        made.update(states, states, held_out)
+        assert (made.train.moments is not None) == (made.held_out.moments is not None) == is_folded
+    assert (made.train.count, made.held_out.count) == (30, 10)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_forward_selection_is_greedy_on_held_out_data(seed: int) -> None:
     """Against one fit a candidate and step."""
@@ -61,7 +85,7 @@ def test_forward_selection_is_greedy_on_held_out_data(seed: int) -> None:
         train, held_out = (m.select(made.features(blocks), made.outputs(0)) for m in (made.train, made.held_out))
         diagonal = train.gram().diagonal().view(len(blocks), -1)
         penalty = RIDGE * diagonal.mean(1, keepdim=True).expand_as(diagonal).flatten()
-        weight = cholesky_solve(train.gram() + torch.diag(penalty), train.xy)
+        weight = cholesky_solve(train.gram() + torch.diag(penalty), train.xy, train.resolution)
         bias = held_out.mean_y - held_out.mean_x @ weight  # the selection looks past a shift of the means
         return float(Solution(weight, bias).lost(held_out).sum())
 
@@ -94,11 +118,10 @@ def test_auto_takes_as_many_layers_as_pay_and_as_the_tokens_allow() -> None:
 def test_the_last_fit_sees_what_was_held_out() -> None:
     x, y = noise(300, LAYERS * WIDTH), noise(300, WIDTH, seed=1)
     made = group(x, x[:, :WIDTH] + y)
-    whole = group(x, x[:, :WIDTH] + y)
-    whole.train.merge(whole.held_out)
     (choice,) = Chooser(RIDGE_ONLY, "top").choices(made, 1)
-    features = whole.features(choice.blocks)
-    expected = RIDGE_ONLY.solve(whole.train.select(features, whole.outputs(0)), whole.layout)
+    whole = Moments(WIDTH, WIDTH)
+    whole.update(x[:, made.features(choice.blocks)], x[:, :WIDTH] + y)
+    expected = RIDGE_ONLY.solve(whole, made.layout)
     torch.testing.assert_close(choice.solution.weight, expected.weight)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,7 @@ def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert "3 layers of 2 x 8 onto 3 of 2 x 8; statistics take at most 0.0 GB" in err
     assert "of 900 tokens" in err
+    assert re.search(r"the models read for \d+\.\d s; all else took \d+\.\d s", err)
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
     assert manifest.calibration.name == "talks.jsonl, split calibrate"

@@ -18,7 +18,16 @@ from mappers import (
     fit,
     methods,
 )
-from mappers.collect import HELD_OUT_EVERY, Reading, collect, planned_bytes
+from mappers.collect import (
+    HELD_OUT_EVERY,
+    MAX_DOCUMENT_TOKENS,
+    ROWS_BYTES,
+    Reading,
+    collect,
+    most_rows,
+    planned_bytes,
+)
+from mappers.gathered import Gathered
 from mappers.manifest import KINDS
 from mappers.models import geometry_of, load_model, log_probs, read, run
 from mappers.rope import Rope
@@ -146,7 +155,8 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
     rows = [read(models[0], ids).slice(4, 30).values[2].transpose(0, 1).flatten(1) for ids in documents]
     train = torch.cat([row for i, row in enumerate(rows) if i % HELD_OUT_EVERY != 1]).double()
     features = collected.groups[1].features([("values", 2)])
-    torch.testing.assert_close(collected.groups[1].train.mean_x[features], train.mean(0))
+    mean = collected.groups[1].train.fold().mean_x
+    torch.testing.assert_close(mean[features], train.mean(0))
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -155,9 +165,15 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
     ropes = Rope.of(models[0]), Rope.of(models[1])
     reading = Reading(joint=joint, copies=False)
     collected = collect(models, ropes, random_documents(2, 30), reading)
-    moments = [m for group in collected.groups for m in (group.train, group.held_out)]
-    taken = sum(Moments.bytes_for(m.num_features, m.num_targets) for m in moments)
-    assert planned_bytes(geometry_of(models[0].config), geometry_of(models[1].config), reading) == taken
+    gathered = [part for group in collected.groups for part in (group.train, group.held_out)]
+    sizes = [(part.num_features, part.num_targets) for part in gathered]
+    row_bytes = sum(Gathered.bytes_for(*size) for size in sizes) // 2  # a row is in one of the two
+    taken = sum(Moments.bytes_for(*size) for size in sizes) + most_rows(row_bytes) * row_bytes
+    geometries = [geometry_of(model.config) for model in models]
+    assert planned_bytes(*geometries, reading) == taken
+    assert most_rows(row_bytes) * row_bytes <= ROWS_BYTES
+    few = planned_bytes(*geometries, reading, max_tokens=1000)
+    assert taken - few == (most_rows(row_bytes) - 1000 - MAX_DOCUMENT_TOKENS) * row_bytes
 
 
 def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:

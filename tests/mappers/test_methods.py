@@ -166,13 +166,38 @@ def test_too_few_tokens_are_refused() -> None:
         Ridge().solve(planted(60)[0], ONE_HEAD)
 
 
-def test_dependent_features_are_refused_without_a_penalty() -> None:
-    x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    moments = Moments(16, 4)
-    moments.update(torch.cat([x, x], dim=1), x[:, :4])
-    with pytest.raises(RankDeficient, match="16 features depend on one another"):
-        Ridge(ridges=(0.0,)).solve(moments, ONE_HEAD)
-    assert Ridge(ridges=(1e-6,)).solve(moments, ONE_HEAD).r2(moments) > 0.999
+def dependent(dtype: torch.dtype, apart: float = 0.0, count: int = 5000, seed: int = 0) -> Moments:
+    """Moments of 100 features, 60 of them sums of the others but for a share `apart`, far from 0; and of 4 targets
+    that need what is apart."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 40, generator=generator, dtype=torch.float64)
+    own = apart * torch.randn(count, 60, generator=generator, dtype=torch.float64)
+    mixed = x @ torch.linalg.qr(drawn(60, 40))[0].T + own
+    targets = x[:, :4] + own[:, :4] / max(apart, 1e-300)
+    moments = Moments(100, 4)
+    moments.update((torch.cat([x, mixed], dim=1) + 10).to(dtype), targets.to(dtype))
+    return moments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dependent_features_are_refused_without_a_penalty(dtype: torch.dtype) -> None:
+    for seed in range(3):
+        moments = dependent(dtype, seed=seed)
+        with pytest.raises(RankDeficient, match="100 features depend on one another"):
+            Ridge(ridges=(0.0,)).solve(moments, ONE_HEAD)
+        solution = Ridge(ridges=(0.0, 1e-4)).solve(moments, ONE_HEAD, moments)
+        assert solution.ridge == 1e-4 and solution.r2(moments) > 0.999
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize("apart", [0.01, 0.1])
+def test_features_that_barely_differ_are_told_apart_in_float32_as_in_float64(apart: float, ridge: float) -> None:
+    found, exact = (
+        Ridge(ridges=(ridge,)).solve(dependent(dtype, apart), ONE_HEAD) for dtype in (torch.float32, torch.float64)
+    )
+    assert float((found.weight - exact.weight).norm() / exact.weight.norm()) < 0.01
+    unseen = dependent(torch.float64, apart, seed=1)
+    assert float(found.lost(unseen).sum()) < 1.001 * float(exact.lost(unseen).sum()) + 1e-5 * float(unseen.yy.sum())
 
 
 def test_a_feature_that_never_varies_does_no_harm() -> None:

@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from mappers import GeometryMismatch
-from mappers.stats import STRIP, Moments
+from mappers.stats import RESOLUTION, STRIP, Moments
 
 
-def rows(count: int, features: int, targets: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(
+    count: int, features: int, targets: int, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Data far from the origin, where uncentred sums lose their digits."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, features, generator=generator) + 1000
-    return x, torch.randn(count, targets, generator=generator) - 500
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, features, generator=generator, dtype=dtype) + 1000
+    return x, torch.randn(count, targets, generator=generator, dtype=dtype) - 500
 
 
 def moments_of(x: torch.Tensor, y: torch.Tensor, *sizes: int) -> Moments:
@@ -35,6 +37,22 @@ def test_streamed_moments_are_the_definition() -> None:
     torch.testing.assert_close(moments.gram(), x.T @ x, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(moments.xy, x.T @ y, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(moments.yy, y.square().sum(0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_fewer_digits_are_as_right_as_they_say(dtype: torch.dtype) -> None:
+    """Of columns far from the origin, of rows that come in parts whose means differ."""
+    x, y = rows(3000, STRIP + 40, 7, torch.float32)
+    x[1000:] += 5
+    x, y = x.to(dtype), y.to(dtype)
+    found, exact = moments_of(x, y, 1000, 2000), moments_of(x.double(), y.double(), 1000, 2000)
+    spread_x, spread_y = exact.gram().diagonal().sqrt(), exact.yy.sqrt()
+    assert (found.resolution, exact.resolution) == (RESOLUTION[torch.float32], RESOLUTION[torch.float64])
+    assert ((found.gram() - exact.gram()).abs() / spread_x / spread_x[:, None]).max() < found.resolution
+    assert ((found.xy - exact.xy).abs() / spread_y / spread_x[:, None]).max() < found.resolution
+    assert (found.yy / exact.yy - 1).abs().max() < found.resolution
+    for mean, right in ((found.mean_x, exact.mean_x), (found.mean_y, exact.mean_y)):
+        torch.testing.assert_close(mean, right, rtol=1e-8, atol=0)
 
 
 def test_merged_moments_equal_one_pass() -> None:

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mappers import GeometryMismatch
+from mappers.gathered import BATCH, Gathered
+from mappers.stats import RESOLUTION, Moments
+
+COUNT = 2 * BATCH + 100
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(COUNT, 7, generator=GENERATOR, dtype=torch.float64) + 30
+Y = torch.randn(COUNT, 4, generator=GENERATOR, dtype=torch.float64)
+WEIGHTS = torch.rand(COUNT, generator=GENERATOR, dtype=torch.float64)
+FEATURES, TARGETS = torch.tensor([1, 2, 5]), torch.tensor([3, 0])
+
+
+def gathered(*sizes: int, dtype: torch.dtype = torch.float64) -> Gathered:
+    made = Gathered(7, 4)
+    for x, y, weights in zip(*(rows.split(list(sizes)) for rows in (X.to(dtype), Y.to(dtype), WEIGHTS)), strict=True):
+        made.update(x, y, weights)
+    return made
+
+
+def assert_are_those_of_rows(found: Moments, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor) -> None:
+    right = Moments(x.shape[1], y.shape[1])
+    right.update(x, y, weights)
+    torch.testing.assert_close(found.gram(), right.gram())
+    for part in ("xy", "yy", "mean_x", "mean_y"):
+        torch.testing.assert_close(getattr(found, part), getattr(right, part))
+    assert found.count == right.count and found.effective == pytest.approx(right.effective)
+
+
+@pytest.mark.parametrize("sizes", [(COUNT,), (1, 0, BATCH - 1, 7, COUNT - BATCH - 7)])
+def test_columns_have_the_same_moments_before_and_after_folding(sizes: tuple[int, ...]) -> None:
+    made = gathered(*sizes)
+    assert made.count == COUNT and len(made.batches) == 3
+    effective = made.effective
+    assert_are_those_of_rows(made.select(FEATURES, TARGETS), X[:, FEATURES], Y[:, TARGETS], WEIGHTS)
+    assert_are_those_of_rows(made.fold(), X, Y, WEIGHTS)
+    assert_are_those_of_rows(made.select(FEATURES, TARGETS), X[:, FEATURES], Y[:, TARGETS], WEIGHTS)
+    assert made.effective == pytest.approx(effective)
+
+
+def test_once_folded_no_more_than_a_batch_of_rows_is_kept() -> None:
+    made = Gathered(7, 4)
+    made.fold()
+    for x, y, weights in zip(X.split(900), Y.split(900), WEIGHTS.split(900), strict=True):
+        made.update(x, y, weights)
+        assert sum(batch.count for batch in made.batches) < BATCH
+    assert_are_those_of_rows(made.select(FEATURES, TARGETS), X[:, FEATURES], Y[:, TARGETS], WEIGHTS)
+    assert made.batches == []
+
+
+def test_no_more_rows_are_looked_at_than_are_enough() -> None:
+    made = gathered(COUNT)
+    assert made.select(FEATURES, TARGETS, enough=10).count == BATCH
+    assert made.select(FEATURES, TARGETS, enough=BATCH).count == 2 * BATCH  # weighted, a batch tells of fewer
+    assert made.select(FEATURES, TARGETS, enough=10 * COUNT).count == COUNT
+
+
+def test_rows_of_few_and_of_many_digits_are_multiplied_as_they_are() -> None:
+    made = gathered(COUNT, dtype=torch.float32)
+    assert made.select(FEATURES, TARGETS).resolution == RESOLUTION[torch.float32]
+    assert gathered(COUNT).select(FEATURES, TARGETS).resolution == RESOLUTION[torch.float64]
+    both = gathered(COUNT, dtype=torch.bfloat16)
+    both.update(X, Y)
+    assert [batch.dtype for batch in both.batches] == [torch.float32] * 3 + [torch.float64] * 3
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(GeometryMismatch, match=r"rows \(5, 3\), \(5, 4\); need \(n, 7\), \(n, 4\)"):
+        Gathered(7, 4).update(torch.zeros(5, 3), torch.zeros(5, 4))
