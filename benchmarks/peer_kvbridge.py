@@ -5,6 +5,8 @@
 
 Both fit on the keys and values that the two models make of the same calibration tokens, the first few of each document
 left out for both, and both are judged by the target's perplexity on the same test documents with the same native head.
+Their intervals are wide because documents differ; who is better is told by the ratio of the two perplexities on each
+document and length, its mean over them, and its interval.
 The peer is given them as a list; ours makes them anew and keeps none, so its forward passes are taken off its time.
 Layers that both models share are copied by ours, which knows them, and fitted by the peer; `--no-copies` has ours fit
 them as well.
@@ -36,16 +38,20 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, evaluate_all, fit
+from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, fit
+from mappers.choose import WAYS
 from mappers.collect import MAX_DOCUMENT_TOKENS
 from mappers.commands.pair import Meter, Pair, pair_of_family, say
+from mappers.evaluate import judge_all
 from mappers.families import find_family
 from mappers.fit import DEFAULT_HEAD
 from mappers.models import load_model, load_tokenizer, read
 from mappers.rope import Rope
+from mappers.scores import Paired, paired
 from mappers.speed import measure
 
 ARMS = ("mapped", "hybrid", "no_cache")
+PAIRED_ARMS = ("mapped", "hybrid")
 TIMED_TOKENS = 1024
 
 
@@ -186,7 +192,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     # 3. The maps, turn by turn; and what the target makes of them.
     map_ms = _map_times(mappers, read(models[0], _long(texts)), options.repeats)
     protocol = Protocol(options.lengths, options.documents, num_controls=options.documents)
-    judged = evaluate_all(
+    judged = judge_all(
         list(mappers.values()),  # type: ignore[arg-type]
         *models,
         pair.documents("test"),
@@ -196,10 +202,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     )
     sizes = {"kvrelay": _bytes(ours.weights.values()), "kvbridge": mappers["kvbridge"].weight_bytes}
     rows = [
-        _result(who, statistics.median(seconds[who]), map_ms[who], sizes[who], evaluation)
-        for who, evaluation in zip(mappers, judged, strict=True)
+        _result(who, statistics.median(seconds[who]), map_ms[who], sizes[who], each.evaluation)
+        for who, each in zip(mappers, judged, strict=True)
     ]
-    without = judged[0].arm("no_cache")
+    without = judged[0].evaluation.arm("no_cache")
     return {
         "peer": {"name": "souvikDevloper/kvbridge", "commit": peer.commit, "changed": peer.is_changed},
         "machine": platform.machine(),
@@ -208,10 +214,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "tokens": sum(map(len, texts)),
         "layers": options.layers,
         "method": options.method,
+        "joint": options.joint,
+        "choose": options.choose,
         "lengths": list(options.lengths),
         "documents": options.documents,
         "no_cache": without.ppl_ratio if without else None,
         "rows": [asdict(row) for row in rows],
+        "paired": [told(paired(arm, judged[0].scores, judged[1].scores)) for arm in PAIRED_ARMS],
         "kvrelay_speed": measure(ours).told,
     }
 
@@ -227,11 +236,28 @@ def calibration(pair: Pair, tokens: int) -> list[list[int]]:
     return texts
 
 
+def told(comparison: Paired) -> dict[str, Any]:
+    """Ours over theirs, as plain values."""
+    by_document = [
+        {"document": document, "length": length, "ratio": round(ratio, 6)}
+        for (document, length), ratio in comparison.ratios.items()
+    ]
+    return {
+        "arm": comparison.arm,
+        "ratio": round(comparison.ratio, 6),
+        "low": round(comparison.low, 6),
+        "high": round(comparison.high, 6),
+        "better": None if comparison.is_tie else "kvrelay" if comparison.ratio < 1 else "kvbridge",
+        "by_document": by_document,
+    }
+
+
 def table(report: dict[str, Any]) -> str:
-    peer = report["peer"]
+    peer, joint = report["peer"], " of keys and values" if report["joint"] else ""
     lines = [
-        f"{report['family']}, {report['tokens']} calibration tokens, {report['layers']} layers, {report['threads']} "
-        f"threads; {peer['name']} at {peer['commit'][:12]}{' (changed)' if peer['changed'] else ''}",
+        f"{report['family']}, {report['tokens']} calibration tokens, {report['layers']} layers{joint} chosen by "
+        f"{report['choose']}, {report['threads']} threads; "
+        f"{peer['name']} at {peer['commit'][:12]}{' (changed)' if peer['changed'] else ''}",
         f"{'':<10}{'fit s':>9}{'map ms':>9}{'MB':>8}{'mapped':>9}{'hybrid':>9}  {'95% interval':<15}{'top-1':>6}",
     ]
     for row in report["rows"]:
@@ -240,11 +266,22 @@ def table(report: dict[str, Any]) -> str:
             f"{row['who']:<10}{row['fit_s']:>9.1f}{row['map_ms_per_1024']:>9.1f}{row['weight_bytes'] / 1e6:>8.2f}"
             f"{row['mapped']:>9.4f}{row['hybrid']:>9.4f}  {interval:<15}{row['hybrid_top1']:>6.3f}"
         )
+    lines += [verdict(comparison) for comparison in report["paired"]]
     speed = report["kvrelay_speed"]
     by_length = ", ".join(f"{row['tokens']}: {row['ms']:.1f} ms" for row in speed["map"])
     lines.append(f"no cache {report['no_cache']:.4f}")
     lines.append(f"kvrelay's map by tokens, in place: {by_length}; {speed['share_of_peak']:.0%} of the matmul peak")
     return "\n".join(lines)
+
+
+def verdict(comparison: dict[str, Any]) -> str:
+    """One arm's comparison in a line."""
+    interval = f"{comparison['low']:.4f}-{comparison['high']:.4f}"
+    better = f"{comparison['better']} is better" if comparison["better"] else "a tie within the interval"
+    return (
+        f"{comparison['arm']}: perplexity of kvrelay over kvbridge, paired by document and length, "
+        f"{comparison['ratio']:.4f} ({interval}): {better}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -256,6 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=12_000, help="to fit on (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="source layers a target layer (default %(default)s)")
     parser.add_argument("--method", default="ridge", help="of ours (default %(default)s)")
+    parser.add_argument("--joint", action="store_true", help="ours computes keys and values from both")
+    parser.add_argument("--choose", default="top", help=f"how ours chooses layers: {', '.join(sorted(WAYS))}")
     parser.add_argument("--no-copies", action="store_true", help="fit layers that both models share as well")
     parser.add_argument("--fits", type=int, default=1, help="how often both fit (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="how often both map (default %(default)s)")
@@ -285,6 +324,8 @@ def _our_fit(pair: Pair, texts: list[list[int]], options: argparse.Namespace) ->
             documents(clock),
             method=options.method,
             layers=options.layers,
+            joint=options.joint,
+            choose=options.choose,
             copies=not options.no_copies,
             precision="float32",
         )

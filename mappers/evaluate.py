@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,51 @@ def evaluate(
     return evaluate_all([mapper], source_model, target_model, documents, protocol, **options)[0]
 
 
-@torch.no_grad()
 def evaluate_all(
+    mappers: Sequence[Mapper],
+    source_model: Any,
+    target_model: Any,
+    documents: Iterable[Sequence[int]],
+    protocol: Protocol | None = None,
+    **options: Any,
+) -> list[Evaluation]:
+    """What `judge_all` tells of each mapper, summed up."""
+    judged = judge_all(mappers, source_model, target_model, documents, protocol, **options)
+    return [each.evaluation for each in judged]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """All that one mapper scored, and on what."""
+
+    verdicts: list[Verdict]
+    chosen: list[Document]
+    protocol: Protocol
+    arms: Sequence[str]
+    data: str
+
+    @property
+    def scores(self) -> list[Score]:
+        return [score for verdict in self.verdicts for score in verdict.scores]
+
+    @property
+    def evaluation(self) -> Evaluation:
+        scores, protocol = self.scores, self.protocol
+        return Evaluation(
+            data=self.data,
+            head=protocol.head,
+            tail=protocol.tail,
+            scored=protocol.scored,
+            tokens=protocol.scored * sum(len(document.lengths) for document in self.chosen),
+            arms=summarise(scores, self.arms),
+            lengths=tuple(_at_length(length, self.chosen, scores, self.arms) for length in protocol.lengths),
+            attention=attention_of(self.verdicts),
+            greedy=greedy_of(self.verdicts, protocol.greedy),
+        )
+
+
+@torch.no_grad()
+def judge_all(
     mappers: Sequence[Mapper],
     source_model: Any,
     target_model: Any,
@@ -44,7 +88,7 @@ def evaluate_all(
     data: str = "unnamed",
     progress: Progress | None = None,
     keep: Path | None = None,
-) -> list[Evaluation]:
+) -> list[Judgement]:
     """Run the protocol over the first documents that are long enough, for mappers of the same two models at once.
 
     With a file to `keep` verdicts in, a second call goes on where a killed one was; the file is gone at the end.
@@ -69,24 +113,7 @@ def evaluate_all(
         for each in zip(*(kept.of(*pair) for pair in pairs), strict=True)
     ]
     kept.drop()
-    return [_evaluation(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
-
-
-def _evaluation(
-    verdicts: list[Verdict], chosen: list[Document], protocol: Protocol, arms: Sequence[str], data: str
-) -> Evaluation:
-    scores = [score for verdict in verdicts for score in verdict.scores]
-    return Evaluation(
-        data=data,
-        head=protocol.head,
-        tail=protocol.tail,
-        scored=protocol.scored,
-        tokens=protocol.scored * sum(len(document.lengths) for document in chosen),
-        arms=summarise(scores, arms),
-        lengths=tuple(_at_length(length, chosen, scores, arms) for length in protocol.lengths),
-        attention=attention_of(verdicts),
-        greedy=greedy_of(verdicts, protocol.greedy),
-    )
+    return [Judgement(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
 
 
 def _at_length(length: int, chosen: list[Document], scores: list[Score], arms: Sequence[str]) -> LengthScores:

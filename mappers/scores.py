@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,6 +60,34 @@ def summarise(scores: Iterable[Score], arms: Iterable[str]) -> tuple[ArmScore, .
     for score in scores:
         by_arm[score.arm].append(score)
     return tuple(_row(arm, by_arm[arm]) for arm in arms if by_arm[arm])
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One mapper's perplexity over another's, on the same documents: the mean as `summarise` takes it, and its 95%
+    interval. `ratios` are by document and prefix length."""
+
+    arm: str
+    ratio: float
+    low: float
+    high: float
+    ratios: dict[tuple[int, int], float]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether they may be equal for all that is known: one document tells of no other."""
+        return len({document for document, _ in self.ratios}) < 2 or self.low <= 1 <= self.high
+
+
+def paired(arm: str, ours: Iterable[Score], theirs: Iterable[Score]) -> Paired:
+    """Compare what two mappers score in one arm, where both were scored."""
+    other = {(score.document, score.length): score.log_ratio for score in theirs if score.arm == arm}
+    mine = [score for score in ours if score.arm == arm and (score.document, score.length) in other]
+    differences = [score.log_ratio - other[score.document, score.length] for score in mine]
+    table = _table(mine, differences)
+    low, high = _interval(table)
+    ratios = {(each.document, each.length): math.exp(d) for each, d in zip(mine, differences, strict=True)}
+    return Paired(arm, _mean_exp(table), low, high, ratios)
 
 
 def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
