@@ -1,16 +1,17 @@
-"""`KVCache`, the one value that `mappers` takes and gives, and `KVGeometry`, the shape of it."""
+"""`KVCache`, the value that `mappers` gives and takes, and `KVGeometry`, its shape. A map takes any `KVSource`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from mappers.errors import GeometryMismatch
 
+Kind = Literal["keys", "values"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -26,6 +27,23 @@ class KVGeometry:
     def width(self) -> int:
         """Elements of one token's keys (or values) in one layer."""
         return self.num_kv_heads * self.head_dim
+
+
+class KVSource(Protocol):
+    """What a map reads: keys and values of tokens in a row, wherever they lie. Keys are post-RoPE; token i stands at
+    position `start + i`. A `KVCache` is one."""
+
+    @property
+    def geometry(self) -> KVGeometry: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def parts(self, kind: Kind, layer: int) -> Iterable[Tensor]:
+        """One layer's keys or values, part after part, of n times t tokens each: (n, t, num_kv_heads, head_dim)."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +78,13 @@ class KVCache:
         heads, _, dim = self.keys[0].shape
         return KVGeometry(len(self.keys), heads, dim)
 
-    def of(self, kind: Literal["keys", "values"]) -> tuple[Tensor, ...]:
+    def of(self, kind: Kind) -> tuple[Tensor, ...]:
         """The layers' keys, or their values."""
         return self.keys if kind == "keys" else self.values
+
+    def parts(self, kind: Kind, layer: int) -> Iterable[Tensor]:
+        """(1, num_tokens, num_kv_heads, head_dim) of one layer, as a `KVSource` gives it."""
+        return (self.of(kind)[layer].transpose(0, 1)[None],)
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mappers.cache import Kind as Kind
 from mappers.cache import KVGeometry
 
 FORMAT_VERSION: Literal[1] = 1
@@ -20,7 +21,6 @@ DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 # What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
 NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
 
-Kind = Literal["keys", "values"]
 Block = tuple[Kind, int]  # a source layer's keys, or its values
 Precision = Literal["float16", "float32", "mixed"]  # of the matrices; mixed: float16 where it costs little
 KINDS: tuple[Kind, Kind] = ("keys", "values")
@@ -220,6 +220,12 @@ class Manifest(Frozen):
     def copied_layers(self) -> tuple[int, ...]:
         """Target layers whose keys and values are the source's own."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.keys.method == spec.values.method == COPY)
+
+    @property
+    def copies(self) -> dict[int, int]:
+        """Those of them that are one source layer, keys and values, each with that layer."""
+        sources = {i: (self.layers[i].keys.key_layers, self.layers[i].values.value_layers) for i in self.copied_layers}
+        return {layer: keys[0] for layer, (keys, values) in sources.items() if keys == values}
 
     @property
     def bundle_id(self) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, KVSource
 from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, TokenizerMismatch
 from mappers.manifest import COPY, KINDS, Gate, Manifest
 from mappers.plan import Workspace, outputs_of
@@ -39,7 +40,7 @@ class Mapper:
         self._outputs = outputs_of(manifest, on_device, halves)
         self._local = threading.local()
 
-    @property
+    @cached_property
     def bundle_id(self) -> str:
         """16 hex digits that name this map: the same for as long as its weights and its models are."""
         return self.manifest.bundle_id
@@ -85,18 +86,21 @@ class Mapper:
         return f"bundle {self.bundle_id}: {objection}" if objection else None
 
     @torch.no_grad()
-    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
-        """Map one chunk of tokens and hand it out target layer by target layer.
+    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
+        """Map one chunk of tokens and hand it out target layer by target layer; without `copies`, all but the layers in
+        `manifest.copies`, for whoever takes those from the source.
 
         `sink(layer, keys, values)` gets tensors (H, T, D), keys post-RoPE at the chunk's own positions. They are views
         of scratch or of the source, in no promised dtype or memory order, and valid only until `sink` returns.
         Raises `GeometryMismatch` for a chunk of another shape.
         """
-        if source_chunk.geometry != self.manifest.source.geometry:
-            raise GeometryMismatch(f"{source_chunk.geometry}; this map takes {self.manifest.source.geometry}")
-        chunk = self._workspace().begin(source_chunk, self.source_rope, self.target_rope)
+        if chunk.geometry != self.manifest.source.geometry:
+            raise GeometryMismatch(f"{chunk.geometry}; this map takes {self.manifest.source.geometry}")
+        left_out = {} if copies else self.manifest.copies
+        work = self._workspace().begin(chunk, self.source_rope, self.target_rope)
         for layer, (keys, values) in enumerate(self._outputs):
-            sink(layer, keys.of(chunk), values.of(chunk))
+            if layer not in left_out:
+                sink(layer, keys.of(work), values.of(work))
 
     def map(self, source: KVCache) -> KVCache:
         """The target's cache of the same tokens at the same positions."""
@@ -140,7 +144,8 @@ def probe_name(role: str) -> str:
 def _check_layers(manifest: Manifest) -> None:
     if len(manifest.layers) != manifest.target.num_layers:
         raise BundleCorrupt(f"{len(manifest.layers)} layers for a target of {manifest.target.num_layers}")
-    same_shape = manifest.source.geometry.width == manifest.target.geometry.width
+    source, target = manifest.source.geometry, manifest.target.geometry
+    same_shape = (source.num_kv_heads, source.head_dim) == (target.num_kv_heads, target.head_dim)
     for layer, spec in enumerate(manifest.layers):
         for kind in KINDS:
             output = spec.of(kind)

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVSource
 from mappers.errors import BundleCorrupt
 from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec
 from mappers.rope import Factors, Rope, inverse, rotate
@@ -41,7 +41,7 @@ class Workspace:
         self._num_tokens = 0
         self._buffers: dict[str, Tensor] = {}
 
-    def begin(self, chunk: KVCache, source_rope: Rope, target_rope: Rope) -> Chunk:
+    def begin(self, chunk: KVSource, source_rope: Rope, target_rope: Rope) -> Chunk:
         """Strip and lay out one chunk of the source's cache."""
         if chunk.num_tokens > self._num_tokens:
             self._allocate(chunk.num_tokens)
@@ -76,12 +76,12 @@ class Workspace:
 
 
 class Chunk:
-    """One chunk being mapped: the source's tensors, the features made of them, and where outputs go.
+    """One chunk being mapped: its source, the features made of them, and where outputs go.
 
     `buffers` have the tokens first, however they lie in memory.
     """
 
-    def __init__(self, source: KVCache, buffers: dict[str, Tensor]):
+    def __init__(self, source: KVSource, buffers: dict[str, Tensor]):
         self.source = source
         self._buffers = buffers
         self._columns: dict[torch.dtype, Tensor] = {}
@@ -95,12 +95,18 @@ class Chunk:
         """Fill the features of this form from these blocks."""
         heads = self.source.geometry.num_kv_heads
         for index, (kind, layer) in enumerate(blocks):
-            out = self._buffers[form][:, index * heads : (index + 1) * heads]  # (T, H, D)
-            states = self.source.of(kind)[layer].transpose(0, 1)  # (T, H, D)
+            self._take(kind, layer, self._buffers[form][:, index * heads : (index + 1) * heads])  # (T, H, D)
+
+    def _take(self, kind: Kind, layer: int, out: Tensor) -> None:
+        """Fill `out` (T, H, D) with a source layer's keys, stripped, or its values."""
+        at = 0
+        for part in self.source.parts(kind, layer):  # (n, t, H, D)
+            room, cos, sin = (_place_of(part, tensor, at) for tensor in (out, *self._strip[layer]))
             if kind == "keys":
-                rotate(states.to(out.device, torch.float32), *self._strip[layer], out)
+                rotate(part.to(room.device, torch.float32), cos, sin, room)
             else:
-                out.copy_(states)
+                room.copy_(part)
+            at += part.shape[0] * part.shape[1]
 
     def columns(self, dtype: torch.dtype) -> Tensor:
         """(T, C): stripped keys and values of the needed source layers side by side, as float32 or float16."""
@@ -144,7 +150,8 @@ class Copied(Output):
     source_layer: int
 
     def of(self, chunk: Chunk) -> Tensor:
-        return chunk.source.of(self.kind)[self.source_layer]
+        parts = [part.flatten(0, 1) for part in chunk.source.parts(self.kind, self.source_layer)]  # (n * t, H, D) each
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -305,6 +312,12 @@ class _OutputMaker:
             raise BundleCorrupt(f"tensor {name!r}: the manifest asks for {shape}, the weights hold {held}")
         kept = self._halves and found.dtype == torch.float16
         return (found if kept else found.float()).contiguous()
+
+
+def _place_of(part: Tensor, whole: Tensor, at: int) -> Tensor:
+    """What a part (n, t, H, D) has its place in: the tokens from `at` on of `whole` (T, ...), as a view (n, t, ...)."""
+    rows, tokens = part.shape[:2]
+    return whole[at : at + rows * tokens].view(rows, tokens, *whole.shape[1:])
 
 
 def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:

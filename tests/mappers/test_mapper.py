@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mappers import GeometryMismatch, KVCache, Mapper, fit
-from mappers.manifest import KINDS, LayerSpec, OutputSpec
+from mappers.cache import KVGeometry
+from mappers.manifest import KINDS, Kind, LayerSpec, OutputSpec
 from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
 
 
@@ -145,6 +148,54 @@ def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
     assert sibling_mapper.copied_layers == (0, 1)
     assert all(torch.equal(mapped.keys[i], cache.keys[i]) for i in (0, 1))
     assert all(torch.equal(mapped.values[i], cache.values[i]) for i in (0, 1))
+
+
+@dataclass(frozen=True)
+class InParts:
+    """A cache whose tokens lie in parts."""
+
+    cache: KVCache
+    bounds: tuple[int, ...]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self.cache.geometry
+
+    @property
+    def start(self) -> int:
+        return self.cache.start
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cache.num_tokens
+
+    def parts(self, kind: Kind, layer: int) -> Iterator[Tensor]:
+        """Two halves side by side each, if they can be halved."""
+        for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
+            rows = self.cache.of(kind)[layer][:, begin:end].transpose(0, 1)
+            yield rows.unflatten(0, (2, -1)) if len(rows) % 2 == 0 else rows[None]
+
+
+def test_a_source_in_parts_is_mapped_to_the_same_bits(mapper: Mapper) -> None:
+    cache = random_cache(mapper.manifest.source.num_layers, 50, 3)
+    mapped, seen = mapper.map(cache), []
+
+    def sink(layer: int, keys: Tensor, values: Tensor) -> None:
+        assert torch.equal(keys, mapped.keys[layer]) and torch.equal(values, mapped.values[layer])
+        seen.append(layer)
+
+    mapper.map_into(InParts(cache, (0, 1, 17, 20, 50)), sink)
+    assert seen == list(range(mapper.manifest.target.num_layers))
+
+
+def test_copies_are_left_to_whoever_takes_them_from_the_source(mapper: Mapper) -> None:
+    cache, seen = random_cache(mapper.manifest.source.num_layers, 12), []
+    mapped, copies = mapper.map(cache), mapper.manifest.copies
+    mapper.map_into(cache, lambda layer, keys, values: seen.append(layer), copies=False)
+    assert sorted([*seen, *copies]) == list(range(mapper.manifest.target.num_layers))
+    for layer, source_layer in copies.items():
+        assert torch.equal(mapped.keys[layer], cache.keys[source_layer])
+        assert torch.equal(mapped.values[layer], cache.values[source_layer])
 
 
 def test_a_cache_of_another_shape_is_refused(mapper: Mapper) -> None:

@@ -148,9 +148,10 @@ TRANSFER_PHASES = ("lease", "check", "open", "head", "copy", "map", "write")
 
 class TransferReply(CacheReply):
     """Where the time of a handoff went: `lease_ms` to the ticket, `check_ms` checking it and deciding, `open_ms`
-    opening the source's pool (about 0 once it is open), `head_ms` the native head, `copy_ms` reading `bytes` from the
-    source between two looks at its generations, `map_ms` mapping, `write_ms` writing the target's blocks; `total_ms`
-    also counts waiting for compute between them.
+    opening the source's pool (about 0 once it is open), `head_ms` the native head, `copy_ms` layers that are the
+    source's own, from its blocks to ours (and before, over a network, all that came), `map_ms` mapping the others,
+    `write_ms` writing them; `total_ms` also counts waiting for compute between them. `bytes` is what the tokens that
+    were mapped take in the source's pool.
 
     `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
     conversation that went less far: neither they nor their `bytes` were read again. `transport` is what the source was
@@ -174,7 +175,7 @@ class TransferReply(CacheReply):
 
     @property
     def phases_ms(self) -> dict[str, float]:
-        """Its parts by name, in the order in which they begin; reading, mapping and writing take turns."""
+        """Its parts by name, in the order in which they begin; copying, mapping and writing take turns."""
         return {phase: getattr(self, f"{phase}_ms") for phase in TRANSFER_PHASES}
 
 

@@ -4,7 +4,7 @@
     2. decide    what stands here mapped already is shared; by cost, map less than asked, or not at all
     3. room      blocks of our own pool, and the source's pool open, by the fastest transport that works
     4. head      the first few tokens, read natively by our model from the ticket's token ids
-    5. chunks    read the source blocks, map them layer by layer, write ours: one compute step each, so that others
+    5. chunks    from the source's blocks to ours, a layer as it is or by the map: one compute step each, so that others
                  decode in between; deadline and the source's generations are checked at each
     6. put       if its bundle is still used, the new cache gets its id and is marked as mapped
     finally      our hold on the blocks goes, and the lease, whatever happened
@@ -24,7 +24,6 @@ from functools import partial
 
 from torch import Tensor
 
-from mappers.cache import KVCache
 from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
@@ -32,7 +31,7 @@ from workers.handoff.made import Made
 from workers.handoff.plan import Plan, plan_handoff
 from workers.handoff.source import Source
 from workers.handoff.target import HandoffTarget, Outcome, Peer
-from workers.pool.blocks import blocks_for
+from workers.pool.blocks import BlockSpan, blocks_for
 from workers.pool.entries import CacheEntry, Hold, Span
 from workers.sharing import Job, SharedWork
 
@@ -45,7 +44,7 @@ RELEASE_TIMEOUT_S = 1.0
 
 @dataclass
 class Clock:
-    """Seconds spent in the parts of one handoff. Mapping and writing interleave; `mapping_s` holds both."""
+    """Seconds spent in the parts of one handoff. Copying, mapping and writing take turns."""
 
     started: float = field(default_factory=time.perf_counter)
     lease_s: float = 0.0
@@ -53,7 +52,7 @@ class Clock:
     head_s: float = 0.0
     open_s: float = 0.0
     copy_s: float = 0.0
-    mapping_s: float = 0.0
+    map_s: float = 0.0
     write_s: float = 0.0
     scratch_bytes: int = 0
     transport: str = "none"
@@ -172,7 +171,9 @@ class Handoffs:
             for begin, end in chunks(plan.begin, plan.num_tokens, self._target.chunk_tokens):
                 job.check()
                 await source.use(begin, end, partial(self._map, plan, blocks, clock))
-            clock.copy_s, clock.transport = source.copy_s, source.kind
+            clock.copy_s += source.copy_s
+            clock.scratch_bytes += source.copy_bytes
+            clock.transport = source.kind
             self._check_still_used(plan)
             entry = pool.put(
                 blocks,
@@ -207,13 +208,17 @@ class Handoffs:
         await self._target.run_step(lambda: self._target.pool.scatter(blocks, kv))
         clock.head_s = time.perf_counter() - started
 
-    def _map(self, plan: Plan, blocks: Sequence[int], clock: Clock, chunk: KVCache) -> None:
-        """One chunk of the source, into our blocks. Runs on the compute thread."""
-        started = time.perf_counter()
-        with self._target.pool.writing(blocks, chunk.start, chunk.start + chunk.num_tokens) as write:
-            plan.mapper.map_into(chunk, _timed(write, clock))
-        clock.scratch_bytes = max(clock.scratch_bytes, chunk.num_bytes + plan.mapper.scratch_bytes)
-        clock.mapping_s += time.perf_counter() - started
+    def _map(self, plan: Plan, blocks: Sequence[int], clock: Clock, span: BlockSpan) -> None:
+        """One chunk of the source into our blocks: copies from block to block, the other layers by the map. Runs on the
+        compute thread."""
+        mapper, before, started = plan.mapper, clock.write_s, time.perf_counter()
+        with self._target.pool.writing(blocks, span.start, span.start + span.num_tokens) as writer:
+            writer.copy(span, mapper.manifest.copies)
+            copied = time.perf_counter()
+            mapper.map_into(span, _timed(writer.write, clock), copies=False)
+        clock.copy_s += copied - started
+        clock.map_s += time.perf_counter() - copied - (clock.write_s - before)
+        clock.scratch_bytes = max(clock.scratch_bytes, span.scratch_bytes + mapper.scratch_bytes)
 
     def _give_back(self, peer: Peer, ticket: Ticket, *, is_done: bool) -> None:
         """End the lease without waiting for it: the peer may be frozen, and its leases expire. Where a source is to be
@@ -270,7 +275,7 @@ def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferR
         open_ms=clock.open_s * 1000,
         head_ms=clock.head_s * 1000,
         copy_ms=clock.copy_s * 1000,
-        map_ms=(clock.mapping_s - clock.write_s) * 1000,
+        map_ms=clock.map_s * 1000,
         write_ms=clock.write_s * 1000,
         total_ms=clock.total_s * 1000,
         bytes=plan.source_bytes(plan.num_mapped),

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from mappers.cache import KVCache
 from workers.api.errors import CacheUnusable, DeadlineExceeded, KvrelayError
 from workers.api.schemas import PoolExport, Ticket
 from workers.handoff.target import HandoffTarget
+from workers.pool.blocks import BlockSpan
 from workers.sharing import Job
 from workers.transports import choose
 from workers.transports.base import Reader, Room
@@ -31,8 +32,20 @@ class _ReadFailed(Exception):
         self.error = error
 
 
+@contextmanager
+def _telling_failures() -> Iterator[None]:
+    """What fails here is the transport's failure, unless it is the cache's or the time's."""
+    try:
+        yield
+    except (CacheUnusable, DeadlineExceeded):
+        raise
+    except KvrelayError as error:
+        raise _ReadFailed(error) from error
+
+
 class Source:
-    """For use on one event loop. `copy_s` is what reading has taken, and `kind` the transport that reads."""
+    """For use on one event loop. `copy_s` is what fetching has taken, `copy_bytes` the memory for what was fetched, and
+    `kind` the transport that reads."""
 
     def __init__(self, target: HandoffTarget, peer: str, ticket: Ticket, job: Job[Any]):
         """Raises `TransferFailed` if no transport leads to the source."""
@@ -50,6 +63,10 @@ class Source:
     def kind(self) -> str:
         return self._reader.export.kind if self._reader else "none"
 
+    @property
+    def copy_bytes(self) -> int:
+        return self._room.num_bytes
+
     async def open(self) -> None:
         """Open the next way that works. Raises the last one's error if none is left, `DeadlineExceeded`."""
         self._reader = None
@@ -63,8 +80,9 @@ class Source:
                 self._note(way.kind, error)
         raise self._all_failed()
 
-    async def use(self, begin: int, end: int, use: Callable[[KVCache], None]) -> None:
-        """Tokens `[begin, end)`, given to `use` on the compute thread. Errors as `open`, and `CacheStale`."""
+    async def use(self, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
+        """Tokens `[begin, end)`, given to `use` on the compute thread. Errors as `open`, and `CacheStale`: what was
+        made of them is worthless then."""
         while True:
             reader = self._reader
             assert reader is not None, "a source is opened before it is used"
@@ -74,31 +92,36 @@ class Source:
                 self._note(reader.export.kind, failed.error)
                 await self.open()
 
-    async def _use(self, reader: Reader, begin: int, end: int, use: Callable[[KVCache], None]) -> None:
-        """Memory is read by the step that uses it, which others' steps cannot come between; what must be waited for is
-        not waited for there. A stream that another handoff has broken is opened anew."""
+    async def _use(self, reader: Reader, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
+        """Memory is read by the step that uses it, where it lies; what must be waited for is fetched before. A stream
+        that another handoff has broken is opened anew."""
         if reader.waits:
-            again = partial(self._open, reader.export)
-            chunk = await asyncio.to_thread(self._read, again, begin, end, self._room)
-            await self._target.run_step(partial(use, chunk))
+            span = await asyncio.to_thread(self._fetched, reader.export, begin, end)
+            await self._target.run_step(partial(use, span))
         else:
-            await self._target.run_step(lambda: use(self._read(lambda: reader, begin, end)))
+            await self._target.run_step(partial(self._use_in_place, reader, begin, end, use))
+
+    def _fetched(self, way: PoolExport, begin: int, end: int) -> BlockSpan:
+        """A copy, which stands until the next is fetched."""
+        started = time.perf_counter()
+        try:
+            with _telling_failures(), self._reading(self._open(way), begin, end) as span:
+                return span
+        finally:
+            self.copy_s += time.perf_counter() - started
+
+    def _use_in_place(self, reader: Reader, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
+        with ExitStack() as held:
+            with _telling_failures():
+                span = held.enter_context(self._reading(reader, begin, end))
+            use(span)
+
+    def _reading(self, reader: Reader, begin: int, end: int) -> AbstractContextManager[BlockSpan]:
+        ticket, deadline = self._ticket, self._job.deadline
+        return reader.reading(ticket.blocks, ticket.generations, begin, end, deadline=deadline, room=self._room)
 
     def _open(self, way: PoolExport) -> Reader:
         return self._target.readers.get(self._peer, way, self._ticket.layout, deadline=self._job.deadline)
-
-    def _read(self, opened: Callable[[], Reader], begin: int, end: int, room: Room | None = None) -> KVCache:
-        ticket, started = self._ticket, time.perf_counter()
-        try:
-            return opened().read(
-                ticket.blocks, ticket.generations, begin, end, deadline=self._job.deadline, room=room
-            )
-        except (CacheUnusable, DeadlineExceeded):
-            raise
-        except KvrelayError as error:
-            raise _ReadFailed(error) from error
-        finally:
-            self.copy_s += time.perf_counter() - started
 
     def _note(self, kind: str, error: KvrelayError) -> None:
         self._failures.append((kind, error))

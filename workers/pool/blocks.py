@@ -9,13 +9,14 @@ per layer, never per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import Kind, KVCache, KVGeometry
 from workers.api.errors import InvalidRequest, KvrelayError
 from workers.api.schemas import KVLayout
 
@@ -41,12 +42,21 @@ def block_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
     return (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
 
 
-def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | str = "cpu") -> KVCache:
-    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype. Its layers `(H, T, D)` are views of one
-    allocation that is token-major as blocks are, so that a block's layer moves in one run of memory."""
-    shape = (layout.num_layers, 2, end - begin, layout.num_kv_heads, layout.head_dim)
-    stack = torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device).transpose(2, 3)  # (L, 2, H, T, D)
+def cache_shape(layout: KVLayout, num_tokens: int) -> tuple[int, int, int, int, int]:
+    return (layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim)
+
+
+def cache_in(memory: Tensor, begin: int) -> KVCache:
+    """`memory` (L, 2, T, H, D) as a cache from `begin` on; token-major as blocks are, so that a block's layer moves in
+    one run of memory."""
+    stack = memory.transpose(2, 3)  # (L, 2, H, T, D)
     return KVCache(tuple(stack[:, KEY].unbind()), tuple(stack[:, VALUE].unbind()), begin)
+
+
+def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | str = "cpu") -> KVCache:
+    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype."""
+    shape = cache_shape(layout, end - begin)
+    return cache_in(torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device), begin)
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,57 @@ def copy_layer_in(
         _give(data[:, layer, VALUE], piece, _window(values, piece))
 
 
+@dataclass(frozen=True)
+class BlockSpan:
+    """Tokens in a row of a sequence, where they lie: the first is the `offset`-th of the first block, and stands at
+    position `start`. A map's source: its parts are views where blocks stand in a row, and copies where they don't."""
+
+    data: Tensor  # (num_blocks, L, 2, block_tokens, H, D)
+    blocks: Sequence[int]
+    offset: int
+    num_tokens: int
+    start: int
+
+    @property
+    def geometry(self) -> KVGeometry:
+        _, layers, _, _, heads, dim = self.data.shape
+        return KVGeometry(layers, heads, dim)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the largest part that must be copied, since its blocks do not stand in a row."""
+        scattered = (piece.num_tokens for piece in self._pieces if not _span(piece.blocks))
+        return max(scattered, default=0) * self.geometry.width * self.data.itemsize
+
+    def parts(self, kind: Kind, layer: int) -> Iterator[Tensor]:
+        """(n, t, H, D) each."""
+        store = self.data[:, layer, KEY if kind == "keys" else VALUE]
+        for piece in self._pieces:
+            span = _span(piece.blocks)
+            yield store[span, piece.low : piece.high] if span else store.index_select(0, _index(piece, store))
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        return list(pieces(self.blocks, self.offset, self.offset + self.num_tokens, self.data.shape[3]))
+
+    def copy_out(self, out: KVCache) -> None:
+        """Fill a cache of as many tokens."""
+        copy_out(self.data, self.blocks, KVCache(out.keys, out.values, self.offset))
+
+    def copy_layers(self, data: Tensor, blocks: Sequence[int], begin: int, layers: Mapping[int, int]) -> None:
+        """Write whole layers as tokens from `begin` on of the sequence in `blocks` of `data`: for each layer there the
+        one here that it gets. In one pass, from block to block; casts to the dtype of `data`."""
+        at, runs = 0, _runs(layers)
+        while at < self.num_tokens:
+            from_block, low = divmod(self.offset + at, self.data.shape[3])
+            to_block, to_low = divmod(begin + at, data.shape[3])
+            count = min(self.num_tokens - at, self.data.shape[3] - low, data.shape[3] - to_low)
+            for to_layers, from_layers in runs:
+                ours = self.data[self.blocks[from_block], from_layers, :, low : low + count]  # (layers, 2, count, H, D)
+                data[blocks[to_block], to_layers, :, to_low : to_low + count].copy_(ours)
+            at += count
+
+
 def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayError]) -> None:
     """Raise `error` for the first block id that the pool does not have."""
     for block in blocks:
@@ -146,3 +207,15 @@ def _span(blocks: tuple[int, ...]) -> slice | None:
 
 def _index(piece: Piece, store: Tensor) -> Tensor:
     return torch.tensor(piece.blocks, dtype=torch.int64, device=store.device)
+
+
+def _runs(layers: Mapping[int, int]) -> list[tuple[slice, slice]]:
+    """The layers and what each gets, as slices of both as long as both count on."""
+    runs: list[tuple[slice, slice]] = []
+    for to_layer, from_layer in sorted(layers.items()):
+        last = runs[-1] if runs else None
+        if last and (last[0].stop, last[1].stop) == (to_layer, from_layer):
+            runs[-1] = slice(last[0].start, to_layer + 1), slice(last[1].start, from_layer + 1)
+        else:
+            runs.append((slice(to_layer, to_layer + 1), slice(from_layer, from_layer + 1)))
+    return runs

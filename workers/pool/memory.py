@@ -5,8 +5,9 @@ The caller holds the blocks, and alone writes to those that it writes to; both h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,7 +15,33 @@ from mappers.cache import KVCache
 from workers.api.errors import InvalidRequest, WorkerUnavailable
 from workers.api.schemas import KVLayout, PoolExport
 from workers.pool.arena import Arena
-from workers.pool.blocks import blocks_for, check_blocks, check_range, copy_in, copy_layer_in, copy_out, empty_cache
+from workers.pool.blocks import (
+    BlockSpan,
+    blocks_for,
+    check_blocks,
+    check_range,
+    copy_in,
+    copy_layer_in,
+    copy_out,
+    empty_cache,
+)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes tokens from `begin` on of the sequence in `blocks`."""
+
+    data: Tensor
+    blocks: Sequence[int]
+    begin: int
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """One layer, `(H, T, D)` each."""
+        copy_layer_in(self.data, self.blocks, self.begin, layer, keys, values)
+
+    def copy(self, span: BlockSpan, layers: Mapping[int, int]) -> None:
+        """Whole layers of the same tokens in other blocks: for each layer here the one there that it gets."""
+        span.copy_layers(self.data, self.blocks, self.begin, layers)
 
 
 class PoolMemory:
@@ -54,18 +81,14 @@ class PoolMemory:
             copy_in(self.arena.data, blocks, source)
 
     @contextmanager
-    def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Callable[[int, Tensor, Tensor], None]]:
-        """Marks a write of tokens `[begin, end)`; yields `write(layer, keys, values)`, `(H, end - begin, D)` each."""
+    def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Writer]:
+        """Marks a write of tokens `[begin, end)`, which the `Writer` does."""
         self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
         check_range(blocks, begin, end, self.layout.block_tokens)
         touched = blocks[begin // self.layout.block_tokens : blocks_for(end, self.layout.block_tokens)]
-
-        def write(layer: int, keys: Tensor, values: Tensor) -> None:
-            copy_layer_in(self.arena.data, blocks, begin, layer, keys, values)
-
         with self.arena.writing(touched):
-            yield write
+            yield Writer(self.arena.data, blocks, begin)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,9 +1,9 @@
 """`Reader`: another worker's pool, opened for reading. `Transport`: opens them.
 
-A read is a copy between two looks at the generations:
+What is read is one content if the generations say so twice:
 
-    look ── all even, all as in the ticket ──► copy ──► look again ── unchanged ──► the copy is one content
-              otherwise CacheStale                          otherwise CacheStale, and the copy is worthless
+    look ── all even, all as in the ticket ──► read ──► look again ── unchanged ──► what was read is one content
+              otherwise CacheStale                          otherwise CacheStale, and what was read is worthless
 
 A new transport is one file with an `open`, and one line in the registry.
 """
@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -25,22 +25,35 @@ from torch import Tensor
 from mappers.cache import KVCache
 from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Site
-from workers.pool.blocks import block_bytes, check_blocks, check_range, copy_out, empty_cache
+from workers.pool.blocks import (
+    BlockSpan,
+    block_bytes,
+    blocks_for,
+    cache_in,
+    cache_shape,
+    check_blocks,
+    check_range,
+    torch_dtype,
+)
 from workers.pool.segment import Generations, Header
 
 
 class Room:
-    """Memory for a copy, kept from one to the next and grown for a longer one."""
+    """Memory for copies out of one pool, kept from one to the next and grown for a longer one."""
 
     def __init__(self) -> None:
-        self._cache: KVCache | None = None
+        self._memory = torch.empty(0)
 
-    def take(self, layout: KVLayout, begin: int, end: int, device: torch.device | str) -> KVCache:
-        """Room for tokens `[begin, end)`: views that the next call gives again."""
-        if self._cache is None or self._cache.num_tokens < end - begin:
-            self._cache = empty_cache(layout, 0, end - begin, device)
-        part = self._cache.slice(0, end - begin)
-        return KVCache(part.keys, part.values, begin)
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Uninitialised; the next call gives the same memory again. `dtype` and `device` are the pool's, always."""
+        count = math.prod(shape)
+        if self._memory.numel() < count:
+            self._memory = torch.empty(count, dtype=dtype, device=device)
+        return self._memory[:count].view(tuple(shape))
 
 
 class Reader(ABC):
@@ -56,7 +69,8 @@ class Reader(ABC):
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def read(
+    @contextmanager
+    def reading(
         self,
         blocks: Sequence[int],
         generations: Sequence[int],
@@ -65,21 +79,36 @@ class Reader(ABC):
         *,
         deadline: float = math.inf,
         room: Room | None = None,
-    ) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, copied out in the pool's dtype, as views `(H, T, D)` of
-        token-major memory that stand until the next read into that `room`; without one, until this thread's next.
+    ) -> Iterator[BlockSpan]:
+        """Tokens `[begin, end)` of the sequence in `blocks`, where they lie.
+
+        What is read of them inside is one content if the end is reached; `CacheStale` there says that it may be torn,
+        and must be thrown away with all that was made of it. A reader that `waits` brings them into `room` first: there
+        they stand until it is taken again.
 
         `generations` are the ticket's, one a block. `CacheStale` if a block was freed or written since, or while it was
-        copied; `TransferFailed` for blocks that the pool lacks, and where the way to them fails; `DeadlineExceeded` at
+        read; `TransferFailed` for blocks that the pool lacks, and where the way to them fails; `DeadlineExceeded` at
         `deadline`, an instant of `time.monotonic()`.
         """
+        size = self.layout.block_tokens
         check_blocks(blocks, self.export.num_blocks, TransferFailed)
-        check_range(blocks, begin, end, self.layout.block_tokens)
+        check_range(blocks, begin, end, size)
+        touched = slice(begin // size, blocks_for(end, size))
         with self._alone(deadline):
             if self._closed:
                 raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
-            copy = (room or self._own_room()).take(self.layout, begin, end, self._device)
-            self._fill(copy, blocks, generations, deadline)
+            with self._lent(blocks[touched], generations[touched], deadline, room or Room()) as (data, places):
+                yield BlockSpan(data, places, begin % size, end - begin, begin)
+
+    def read(
+        self, blocks: Sequence[int], generations: Sequence[int], begin: int, end: int, *, deadline: float = math.inf
+    ) -> KVCache:
+        """The same, copied out in the pool's dtype: views `(H, T, D)` of token-major memory that stand until this
+        thread's next `read`. Errors as `reading`."""
+        with self.reading(blocks, generations, begin, end, deadline=deadline) as span:
+            shape = cache_shape(self.layout, end - begin)
+            copy = cache_in(self._own_room().take(shape, torch_dtype(self.layout.dtype), self._device), begin)
+            span.copy_out(copy)
         return copy
 
     def alive(self) -> bool:
@@ -95,13 +124,11 @@ class Reader(ABC):
                 self._unmap()
 
     @abstractmethod
-    def _fill(self, copy: KVCache, blocks: Sequence[int], generations: Sequence[int], deadline: float) -> None:
-        """Fill the copy with its tokens of the sequence in `blocks`, all of which are in the pool."""
-
-    def _touched(self, copy: KVCache) -> slice:
-        """Those of the sequence's blocks that hold the copy's tokens."""
-        size = self.layout.block_tokens
-        return slice(copy.start // size, -(-(copy.start + copy.num_tokens) // size))
+    def _lent(
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+    ) -> AbstractContextManager[tuple[Tensor, Sequence[int]]]:
+        """These blocks, all of which are in the pool: memory `(..., L, 2, block_tokens, H, D)`, and where in it they
+        are. Their generations are looked at before and after what is done with them."""
 
     def _owner_alive(self) -> bool:
         return True
@@ -134,18 +161,20 @@ class MemoryReader(Reader):
         self._data = data  # (num_blocks, L, 2, block_tokens, H, D)
         self._generations = generations
 
-    def _fill(self, copy: KVCache, blocks: Sequence[int], generations: Sequence[int], deadline: float) -> None:
-        touched = self._touched(copy)
-        check_generations(self._generations, blocks[touched], generations[touched])
-        copy_out(self._data, blocks, copy)
+    @contextmanager
+    def _lent(
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        check_generations(self._generations, blocks, generations)
+        yield self._data, blocks
         self._synchronize()
-        check_generations(self._generations, blocks[touched], generations[touched])
+        check_generations(self._generations, blocks, generations)
 
     def _unmap(self) -> None:
         self._data = self._data.new_empty(0)
 
     def _synchronize(self) -> None:
-        """Wait until the copy is done."""
+        """Wait until what was read has arrived."""
 
 
 def check_generations(now: Generations, blocks: Sequence[int], expected: Sequence[int]) -> None:

@@ -11,17 +11,18 @@ import json
 import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mappers.cache import KVCache
 from workers.api.errors import CacheStale, DeadlineExceeded, TransferCorrupted, TransferFailed, from_reply
 from workers.api.schemas import KVLayout, PoolExport, Site
-from workers.pool.blocks import block_bytes, block_shape, copy_out, torch_dtype
+from workers.pool.blocks import block_bytes, block_shape, torch_dtype
 from workers.pool.segment import Header
-from workers.transports.base import Reader, Transport, check_header, check_layout, text_at
+from workers.transports.base import Reader, Room, Transport, check_header, check_layout, text_at
 from workers.transports.wire import Channel, Kind
 
 CONNECT_S = 2.0
@@ -55,20 +56,25 @@ class TcpReader(Reader):
         finally:
             self._lock.release()
 
-    def _fill(self, copy: KVCache, blocks: Sequence[int], generations: Sequence[int], deadline: float) -> None:
-        touched = self._touched(copy)
+    @contextmanager
+    def _lent(
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        shape = (len(blocks), *block_shape(self.layout))
+        into = room.take(shape, torch_dtype(self.layout.dtype), "cpu")
         self._channel.deadline = deadline
         try:
             self._check_in_step()
-            self._channel.send(Kind.READ, pack_blocks(blocks[touched], generations[touched]))
-            at = touched.start
-            while at < touched.stop:
-                at += self._take_piece(copy, at, touched.stop)
+            self._channel.send(Kind.READ, pack_blocks(blocks, generations))
+            at = 0
+            while at < len(into):
+                at += self._take_piece(into[at:])
         except (TransferFailed, DeadlineExceeded):
             self._broken = True  # what is still to come belongs to this read, and no other may take it for its own
             self._channel.interrupt()
             raise
         self._used_at = time.monotonic()
+        yield into, range(len(blocks))
 
     def _check_in_step(self) -> None:
         """Nothing stands in the stream before a read asks. Raises what its owner said when it closed its pool."""
@@ -78,19 +84,15 @@ class TcpReader(Reader):
             self._receive(0)
             raise TransferFailed("blocks came that nobody had asked for")
 
-    def _take_piece(self, copy: KVCache, first: int, last: int) -> int:
-        """Copy the next blocks, which begin with the sequence's `first`, to their place; how many there were."""
-        each, size = block_bytes(self.layout), self.layout.block_tokens
-        payload = self._receive((last - first) * each)
+    def _take_piece(self, into: Tensor) -> int:
+        """Copy the next blocks to the beginning of `into`, the room for all that are to come; how many there were."""
+        each = block_bytes(self.layout)
+        payload = self._receive(len(into) * each)
         num_blocks = len(payload) // each
         if num_blocks * each != len(payload) or not num_blocks:
             raise TransferFailed(f"{len(payload)} bytes arrived; a block takes {each}")
-        flat = torch.frombuffer(payload, dtype=torch_dtype(self.layout.dtype))
-        piece = flat.view(num_blocks, *block_shape(self.layout))
-        begin = max(copy.start, first * size)
-        end = min(copy.start + copy.num_tokens, (first + num_blocks) * size)
-        part = copy.slice(begin - copy.start, end - copy.start)
-        copy_out(piece, range(num_blocks), KVCache(part.keys, part.values, begin - first * size))
+        piece = torch.frombuffer(payload, dtype=into.dtype)
+        into[:num_blocks] = piece.view(num_blocks, *into.shape[1:])
         return num_blocks
 
     def _receive(self, most_bytes: int) -> memoryview:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from mappers.cache import KVCache
-from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
+from mappers.cache import KVCache, KVSource
+from mappers.manifest import COPY, KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
 from mappers.mapper import Mapper, Sink, probe_name
+from mappers.plan import weight_name
 from mappers.rope import Rope
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
 from tests.workers.transports.owner import SECRET, RemoteOwner
@@ -59,26 +60,31 @@ def card(name: str, fingerprint: str, layout: KVLayout) -> ModelCard:
 
 def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> Mapper:
     """Target layer i from source layers i - 1 and i, keys and values apart."""
-    cards = card("small", source, SOURCE_LAYOUT), card("large", target, TARGET_LAYOUT)
     last = SOURCE_LAYOUT.num_layers - 1
-    specs, weights = [], {}
+    below = [(min(max(i - 1, 0), last - 1), min(max(i, 1), last)) for i in range(TARGET_LAYOUT.num_layers)]
+    specs = [
+        LayerSpec(keys=OutputSpec(method="ridge", key_layers=two), values=OutputSpec(method="ridge", value_layers=two))
+        for two in below
+    ]
+    return mapper_of(specs, card("small", source, SOURCE_LAYOUT), card("large", target, TARGET_LAYOUT), seed)
+
+
+def mapper_of(specs: Sequence[LayerSpec], source: ModelCard, target: ModelCard, seed: int) -> Mapper:
+    """Of such layers, with random weights."""
+    weights = {}
     made = torch.Generator().manual_seed(seed)
-    for layer in range(TARGET_LAYOUT.num_layers):
-        below = (min(max(layer - 1, 0), last - 1), min(max(layer, 1), last))
-        specs.append(
-            LayerSpec(
-                keys=OutputSpec(method="ridge", key_layers=below), values=OutputSpec(method="ridge", value_layers=below)
-            )
-        )
-        for kind in ("keys", "values"):
-            shape = (2 * cards[0].geometry.width, cards[1].geometry.width)
-            weights[f"layers.{layer}.{kind}.weight"] = torch.randn(shape, generator=made) / 4
-            weights[f"layers.{layer}.{kind}.bias"] = torch.randn(shape[1], generator=made)
-    for role, model in zip(("source", "target"), cards, strict=True):
+    for layer, spec in enumerate(specs):
+        for kind in KINDS:
+            output = spec.of(kind)
+            if output.method != COPY:
+                shape = (len(output.blocks) * source.geometry.width, target.geometry.width)
+                weights[weight_name(layer, kind, "weight")] = torch.randn(shape, generator=made) / 4
+                weights[weight_name(layer, kind, "bias")] = torch.randn(shape[1], generator=made)
+    for role, model in (("source", source), ("target", target)):
         weights[probe_name(role)] = Rope.from_config(model.config).probe()
     manifest = Manifest(
-        source=cards[0],
-        target=cards[1],
+        source=source,
+        target=target,
         method="ridge",
         layers=tuple(specs),
         precision="float32",
@@ -93,15 +99,15 @@ def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> 
 class HeldMapper(Mapper):
     """A mapper that is in the middle of a chunk until it may go on."""
 
-    def __init__(self) -> None:
-        like = random_mapper()
+    def __init__(self, like: Mapper | None = None) -> None:
+        like = like or random_mapper()
         super().__init__(like.manifest, like.weights)
         self.started, self.go_on = threading.Event(), threading.Event()
 
-    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
+    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
         self.started.set()
         self.go_on.wait(10)
-        super().map_into(source_chunk, sink)
+        super().map_into(chunk, sink, copies=copies)
 
 
 class BrokenMapper(Mapper):
@@ -111,7 +117,7 @@ class BrokenMapper(Mapper):
         like = random_mapper()
         super().__init__(like.manifest, like.weights)
 
-    def map_into(self, source_chunk: KVCache, sink: Sink) -> None:
+    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
         raise RuntimeError("out of memory")
 
 
@@ -171,7 +177,7 @@ class Pair:
         self.target.pool.close()
 
 
-def make_pair(kind: str = "inproc", **source: Any) -> Pair:
+def make_pair(kind: str = "inproc", *, target_layout: KVLayout = TARGET_LAYOUT, **source: Any) -> Pair:
     compute = Compute(on_start=lambda: torch.set_num_threads(1))
     pool = make_pool(source.pop("layout", SOURCE_LAYOUT), SOURCE, kind=kind, **source)
     mapper = random_mapper()
@@ -180,7 +186,7 @@ def make_pair(kind: str = "inproc", **source: Any) -> Pair:
         return native_kv(token_ids)
 
     target = HandoffTarget(
-        pool=make_pool(TARGET_LAYOUT),
+        pool=make_pool(target_layout),
         model="large",
         mappers=lambda: [mapper],
         prefill_head=prefill_head,

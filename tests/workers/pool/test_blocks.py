@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mappers.cache import KVCache
+from mappers.manifest import KINDS
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from workers.api.errors import InvalidRequest
-from workers.pool.blocks import block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
+from workers.pool.blocks import BlockSpan, block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
 
 NUM_BLOCKS = 12
 SIZE = LAYOUT.block_tokens
@@ -56,6 +57,36 @@ def test_copying_in_writes_the_range_and_nothing_else(case: tuple[list[int], int
     assert_same(whole.slice(end, whole.num_tokens), before.slice(end, whole.num_tokens))
     others = [b for b in range(NUM_BLOCKS) if b not in blocks]
     assert torch.equal(data[others], some_data()[others])
+
+
+@given(ranges(), st.integers(0, 20))
+def test_a_span_gives_its_tokens_part_by_part(case: tuple[list[int], int, int], start: int) -> None:
+    blocks, begin, end = case
+    span = BlockSpan(some_data(), blocks, begin, end - begin, start)
+    expected = one_by_one(some_data(), blocks, begin, end)
+    for kind in KINDS:
+        for layer, states in enumerate(expected.of(kind)):
+            parts = [part.flatten(0, 1) for part in span.parts(kind, layer)]  # (n * t, H, D)
+            assert torch.equal(torch.cat(parts).transpose(0, 1), states)
+    assert (span.geometry, span.start) == (expected.geometry, start)
+
+
+@given(ranges(), st.integers(1, 7), st.integers(0, 9), st.permutations(range(NUM_BLOCKS * SIZE)))
+def test_whole_layers_go_from_block_to_block_whatever_the_blocks_lengths(
+    case: tuple[list[int], int, int], size: int, at: int, order: list[int]
+) -> None:
+    """Layers 0 and 1 as 1 and 2 of the others, and 2 as 0; nothing else is written."""
+    blocks, begin, end = case
+    layers, num_tokens = {1: 0, 2: 1, 0: 2}, end - begin
+    theirs = torch.zeros(NUM_BLOCKS * SIZE, 4, 2, size, LAYOUT.num_kv_heads, LAYOUT.head_dim, dtype=torch.float64)
+    BlockSpan(some_data(), blocks, begin, num_tokens, start=5).copy_layers(theirs, order, at, layers)
+    written = BlockSpan(theirs, order, at, num_tokens, start=0)
+    for kind in KINDS:
+        for to_layer, from_layer in layers.items():
+            expected = one_by_one(some_data(), blocks, begin, end).of(kind)[from_layer]
+            found = torch.cat([part.flatten(0, 1) for part in written.parts(kind, to_layer)])
+            assert torch.equal(found.transpose(0, 1), expected.double())
+    assert theirs.count_nonzero() == 3 * 2 * num_tokens * LAYOUT.num_kv_heads * LAYOUT.head_dim
 
 
 def test_layers_may_be_views_in_any_memory_order_and_of_another_dtype() -> None:

@@ -429,9 +429,9 @@ def test_only_the_blocks_of_the_range_are_marked(pool: Pool) -> None:
 def test_writing_layer_by_layer_is_writing(pool: Pool) -> None:
     kv = random_kv(2, 11)
     with pool.allocate(3) as fresh:
-        with pool.writing(fresh.blocks, 2, 11) as write:
+        with pool.writing(fresh.blocks, 2, 11) as writer:
             for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-                write(layer, keys, values)
+                writer.write(layer, keys, values)
         assert_same(pool.gather(fresh.blocks, 2, 11), kv)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from tests.workers.transports.owner import SECRET, LocalOwner, RemoteOwner
 from workers.api.errors import CacheStale, KvrelayError, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Ticket
+from workers.pool.blocks import empty_cache
 from workers.transports import TRANSPORTS, load_transport
 from workers.transports.base import Reader
 from workers.transports.inproc import InprocTransport
@@ -128,6 +130,29 @@ def test_a_block_that_is_being_written_is_stale(owner: LocalOwner | RemoteOwner,
     for generations in (ticket.generations, odd):
         with pytest.raises(CacheStale, match=f"block {ticket.blocks[2]} is at generation"):
             reader.read(ticket.blocks, generations, 0, 12)
+
+
+def test_what_changes_while_it_is_read_in_place_is_stale_and_a_copy_stands(
+    owner: LocalOwner | RemoteOwner, readers: Readers
+) -> None:
+    ticket = owner.ticket(16, seed=1)
+    reader, taken = opened(readers, ticket), empty_cache(LAYOUT, 3, 13)
+    stale = pytest.raises(CacheStale, match="written or freed since")
+    with nullcontext() if reader.waits else stale:
+        with reader.reading(ticket.blocks, ticket.generations, 3, 13) as span:
+            owner.free(ticket)
+            owner.ticket(60, seed=2)
+            span.copy_out(taken)
+    if reader.waits:
+        assert_same(taken, random_kv(0, 16, seed=1).slice(3, 13))
+
+
+def test_what_is_read_in_place_is_what_was_stored(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+    ticket, taken = owner.ticket(16, seed=1), empty_cache(LAYOUT, 3, 13)
+    with opened(readers, ticket).reading(ticket.blocks, ticket.generations, 3, 13) as span:
+        span.copy_out(taken)
+    assert (span.start, span.num_tokens) == (3, 10)
+    assert_same(taken, random_kv(0, 16, seed=1).slice(3, 13))
 
 
 @pytest.mark.parametrize("block", [16, -1, 10**12])
