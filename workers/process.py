@@ -1,7 +1,8 @@
 """One worker as a process: from its settings to its orderly end.
 
-    load ──► listen ──► ready ──► SIGTERM ──► /readyz says 503, calls are still taken (grace)
-                                         ──► no new calls, those in flight are finished (drain) ──► memory given back
+    load ──► warm up ──► ready ──► SIGTERM ──► /readyz says 503, calls are still taken (grace)
+                │                         ──► no new calls, those in flight are finished (drain) ──► memory given back
+                └─ SIGTERM ─────────────────────────────────────────────────────────────────────────────────▲
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import structlog
@@ -43,7 +45,7 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
     except KvrelayError as error:
         raise SettingsError(f"worker {settings.id!r}: {error.message}") from error
     try:
-        return asyncio.run(_serve(worker, secret, listener, ready_file))
+        return asyncio.run(run(worker, secret, listener, ready_file))
     except KvrelayError as error:
         raise SettingsError(f"worker {settings.id!r} did not start: {error.message}") from error
     finally:
@@ -96,7 +98,8 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._worker.settings.grace_s, setattr, self, "should_exit", True)
 
 
-async def _serve(worker: Worker, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
+async def run(worker: Worker, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
+    """What `serve` does once the worker is built."""
     config = uvicorn.Config(
         create_app(worker, secret),
         log_config=None,
@@ -105,15 +108,24 @@ async def _serve(worker: Worker, secret: str, listener: socket.socket, ready_fil
         timeout_graceful_shutdown=int(worker.settings.drain_s) or 1,
     )
     server = _Server(config, worker, lambda: _tell_ready(worker, listener, ready_file))
-    loop = asyncio.get_running_loop()
-    for wanted in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(wanted, server.stop)
-    async with worker, announced(worker, secret, worker.settings.url or _url(worker.settings, listener)):
-        try:
+    with listener:
+        async with AsyncExitStack() as running:
+            warming = asyncio.create_task(running.enter_async_context(worker))
+            _on_signal(lambda: server.stop() if warming.done() else warming.cancel())
+            await asyncio.wait({warming})
+            if warming.cancelled():
+                return 0
+            warming.result()
+            url = worker.settings.url or _url(worker.settings, listener)
+            await running.enter_async_context(announced(worker, secret, url))
+            running.callback(listener.close)
             await server._serve([listener])  # `serve` would install uvicorn's own signal handlers
-        finally:
-            listener.close()
     return 0
+
+
+def _on_signal(do: Callable[[], object]) -> None:
+    for wanted in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(wanted, do)
 
 
 def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None) -> None:

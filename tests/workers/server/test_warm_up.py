@@ -1,13 +1,18 @@
-"""What an engine does before its worker is ready: if that fails, nothing of the worker stays."""
+"""What an engine does before its worker is ready: if that fails, or is told to end, nothing of the worker stays."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from tests.workers.engines import tiny
 from tests.workers.server.support import SECRET
+from workers import process
 from workers.api.errors import DeadlineExceeded
 from workers.pool.segment import SHM
 from workers.serving.worker import build_worker
@@ -25,3 +30,21 @@ async def test_a_worker_whose_engine_does_not_get_warm_leaves_nothing(folder: Pa
         async with worker:
             pytest.fail("it is not ready")
     assert not list(SHM.glob("*-cold-0-*"))
+
+
+async def test_a_worker_that_warms_up_ends_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+    worker, is_warming = build_worker(tiny.settings_for(folder, id="cold-1"), SECRET), asyncio.Event()
+
+    async def warm_up() -> None:
+        is_warming.set()
+        await asyncio.sleep(600)
+
+    worker.engine.warm_up = warm_up  # type: ignore[method-assign]
+    listener, ready_file = socket.create_server(("127.0.0.1", 0)), tmp_path / "ready.json"
+    serving = asyncio.create_task(process.run(worker, SECRET, listener, ready_file))
+    await is_warming.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 5.0) == 0
+    assert not ready_file.exists() and not list(SHM.glob("*-cold-1-*"))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
