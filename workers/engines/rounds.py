@@ -8,10 +8,14 @@ Whoever comes during a step joins the next one. For use on one event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from workers.api.trail import loggable
 from workers.engines.compute import settled
+
+log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 Told = TypeVar("Told")
@@ -35,7 +39,8 @@ class _Place(Generic[Row, Told]):
 
 class Rounds(Generic[Row, Told]):
     """`run(rows, priority)` has the compute thread take the step, and gives for each row what it is told, or what went
-    wrong with it alone; what `run` itself raises fails every row."""
+    wrong with it alone. A step that fails as a whole, and so has left no trace, is taken once more by each row for
+    itself: one that is at fault spoils no other's answer."""
 
     def __init__(self, run: Callable[[Sequence[Row], int], Awaitable[Sequence[Told | Exception]]], max_rows: int):
         self._run = run
@@ -80,4 +85,11 @@ class Rounds(Generic[Row, Told]):
         try:
             return await self._run([place.row for place in places], max(place.priority for place in places))
         except Exception as error:
-            return [error] * len(places)
+            if len(places) == 1:
+                return [error]
+            log.warning("a round of %d answers failed, and is taken one by one: %s", len(places), loggable(error))
+            return [await self._alone(place, error) for place in places]
+
+    async def _alone(self, place: _Place[Row, Told], error: Exception) -> Told | Exception:
+        """Nothing is done for who has left meanwhile."""
+        return error if place.told.done() else (await self._outcomes([place]))[0]

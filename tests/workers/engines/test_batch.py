@@ -85,6 +85,20 @@ def test_a_row_is_what_the_model_itself_says(name: str) -> None:
         assert (own.logits[0, -NUM_STEPS:] - logits).abs().max() < 1e-3
 
 
+def test_a_step_that_fails_leaves_the_memories_as_they_were() -> None:
+    model = served(random_model("llama"))
+    prompts = random_documents(2, 9, seed=3)
+    memories = [memory_of(model, prompt[:-1]) for prompt in prompts]
+    failing = model.model.layers[-1].register_forward_pre_hook(lambda *_: torch.zeros(1)[2])
+    with pytest.raises(IndexError):
+        decode(model, memories, [prompt[-1] for prompt in prompts])
+    failing.remove()
+    assert [memory.num_tokens for memory in memories] == [8, 8]
+    again = decode(model, memories, [prompt[-1] for prompt in prompts])
+    fresh = decode(model, [memory_of(model, prompt[:-1]) for prompt in prompts], [prompt[-1] for prompt in prompts])
+    assert torch.equal(again, fresh)
+
+
 def test_a_rope_that_follows_the_longest_row_is_not_batched() -> None:
     assert not can_batch(served(model_of("phi3")))
 

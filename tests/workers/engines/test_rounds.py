@@ -19,6 +19,7 @@ class Table:
         self.going = asyncio.Event()
         self.going.set()
         self.error: Exception | None = None
+        self.poison: int | None = None
         self.wrong: dict[int, Exception] = {}
 
     async def run(self, rows: Sequence[int], priority: int) -> list[int | Exception]:
@@ -27,6 +28,8 @@ class Table:
         await asyncio.shield(asyncio.ensure_future(self.going.wait()))
         if self.error is not None:
             raise self.error
+        if self.poison in rows:
+            raise RuntimeError(f"{self.poison} spoils the step")
         return [self.wrong.get(row, 2 * row) for row in rows]
 
 
@@ -115,3 +118,24 @@ async def test_what_goes_wrong_with_one_row_is_told_to_that_one(table: Table) ->
     table.wrong[2] = RuntimeError("planted")
     told = await asyncio.gather(*(rounds.join(n) for n in (1, 2, 3)), return_exceptions=True)
     assert told == [2, table.wrong[2], 6] and table.rounds == [[1, 2, 3]]
+
+
+async def test_a_row_that_spoils_the_step_spoils_no_other_row(table: Table) -> None:
+    rounds = Rounds(table.run, max_rows=3)
+    table.poison = 2
+    told = await asyncio.gather(*(rounds.join(n) for n in (1, 2, 3)), return_exceptions=True)
+    assert (told[0], str(told[1]), told[2]) == (2, "2 spoils the step", 6)
+    assert table.rounds == [[1, 2, 3], [1], [2], [3]]
+
+
+async def test_who_leaves_a_step_that_fails_is_not_in_it_again(table: Table) -> None:
+    rounds = Rounds(table.run, max_rows=2)
+    table.poison = 1
+    table.going.clear()
+    staying, leaving = (asyncio.create_task(rounds.join(n)) for n in (1, 2))
+    await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.sleep(0.01)
+    table.going.set()
+    await asyncio.wait([staying, leaving])
+    assert leaving.cancelled() and table.rounds == [[1, 2], [1]]

@@ -35,8 +35,20 @@ def can_batch(model: PreTrainedModel) -> bool:
 
 
 def decode(model: PreTrainedModel, memories: Sequence[WorkingMemory], token_ids: Sequence[int]) -> Tensor:
-    """Read one token into each memory; logits after it, `(B, vocab)`. Without `can_batch`, B must be 1."""
+    """Read one token into each memory; logits after it, `(B, vocab)`. Without `can_batch`, B must be 1. If it fails, the
+    memories hold what they held."""
     positions = [memory.num_tokens for memory in memories]
+    try:
+        return _decoded(model, memories, token_ids, positions)
+    except Exception:
+        for memory, position in zip(memories, positions, strict=True):
+            memory.resize(position)
+        raise
+
+
+def _decoded(
+    model: PreTrainedModel, memories: Sequence[WorkingMemory], token_ids: Sequence[int], positions: Sequence[int]
+) -> Tensor:
     for memory, position in zip(memories, positions, strict=True):
         memory.reserve(position + 1)
     output = model(
