@@ -35,8 +35,8 @@ def can_batch(model: PreTrainedModel) -> bool:
 
 
 def decode(model: PreTrainedModel, memories: Sequence[WorkingMemory], token_ids: Sequence[int]) -> Tensor:
-    """Read one token into each memory; logits after it, `(B, vocab)`. Without `can_batch`, B must be 1. If it fails, the
-    memories hold what they held."""
+    """Read one token into each memory; logits after it, `(B, vocab)`. Without `can_batch`, B must be 1. Where it
+    fails, the memories hold what they held."""
     positions = [memory.num_tokens for memory in memories]
     try:
         return _decoded(model, memories, token_ids, positions)
