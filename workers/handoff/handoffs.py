@@ -155,13 +155,13 @@ class Handoffs:
     async def _bring(
         self, plan: Plan, before: Sequence[int], request: TransferRequest, job: Job[TransferReply], clock: Clock
     ) -> CacheEntry:
-        pool, run_step = self._target.pool, self._target.run_step
-        shared = tuple(before[: plan.reused // pool.layout.block_tokens])
+        pool, run_step, size = self._target.pool, self._target.run_step, self._target.pool.layout.block_tokens
+        shared = tuple(before[: plan.reused // size])
         with ExitStack() as held:
             # Entered inside the steps: a result of a step that ends under cancellation would be lost with its hold.
             ours: list[Hold] = []
-            needed = blocks_for(plan.num_tokens, pool.layout.block_tokens) - len(shared)
-            room = partial(pool.allocate, needed, evict=not self._target.is_trial)
+            needed, whole = blocks_for(plan.num_tokens, size) - len(shared), plan.num_tokens // size - len(shared)
+            room = partial(pool.allocate, needed, evict=not self._target.is_trial, overwritten=whole)
             await run_step(lambda: ours.append(held.enter_context(room())))
             source = await self._open(plan.ticket, request.source_worker, job, clock)
             blocks = shared + ours[0].blocks

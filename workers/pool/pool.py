@@ -91,9 +91,10 @@ class Pool(PoolMemory):
 
     # -- blocks for a request ---------------------------------------------------------------------------------------
 
-    def allocate(self, num_blocks: int, *, evict: bool = True) -> Hold:
-        """Zeroed blocks, evicting least recently used caches if need be and allowed. `PoolFull` if that does not free
-        enough, or if there are not so many: no mistake of the request's, which is answered without a cache. Then
+    def allocate(self, num_blocks: int, *, evict: bool = True, overwritten: int = 0) -> Hold:
+        """Zeroed blocks, evicting least recently used caches if need be and allowed; but the first `overwritten`
+        may hold what was freed: the caller fills each whole before it makes a cache of it. `PoolFull` if that does not
+        free enough, or if there are not so many: no mistake of the request's, which is answered without a cache. Then
         nothing is evicted."""
         if not 0 <= num_blocks <= self.arena.num_blocks:
             error = InvalidRequest if num_blocks < 0 else PoolFull
@@ -103,7 +104,9 @@ class Pool(PoolMemory):
             self._expire(self._clock())
             self._make_room(num_blocks, evict)
             blocks, dirty = self._ledger.take(num_blocks)
-        self.arena.clear(dirty)
+        as_they_are = set(blocks[:overwritten]).intersection(dirty)
+        self.arena.shut(list(as_they_are))
+        self.arena.clear([block for block in dirty if block not in as_they_are])
         return Hold(blocks, 0, self._drop_users)
 
     def match_prefix(self, token_ids: Sequence[int], salt: str) -> Hold:
@@ -181,12 +184,14 @@ class Pool(PoolMemory):
         has that cache's provenance, whatever was computed since. Errors as `allocate` and `put`.
         """
         base = prefix.entry if prefix is not None else None
-        shared, cut = divmod(kv.start, self.layout.block_tokens)
+        size = self.layout.block_tokens
+        shared, cut = divmod(kv.start, size)
         self._check_store(token_ids, kv, salt, prefix)
-        with self.allocate(blocks_for(len(token_ids), self.layout.block_tokens) - shared, evict=evict) as fresh:
+        needed, whole = blocks_for(len(token_ids), size) - shared, len(token_ids) // size - shared
+        with self.allocate(needed, evict=evict, overwritten=whole) as fresh:
             blocks = (prefix.blocks[:shared] if prefix else ()) + fresh.blocks
             if prefix is not None and cut:
-                self.scatter(blocks, self.gather(prefix.blocks, shared * self.layout.block_tokens, kv.start))
+                self.scatter(blocks, self.gather(prefix.blocks, shared * size, kv.start))
             self.scatter(blocks, kv)
             return self.put(
                 blocks,

@@ -41,11 +41,11 @@ class TieredPool(Pool):
                 num_recalls=self._num_recalls,
             )
 
-    def allocate(self, num_blocks: int, *, evict: bool = True) -> Hold:
+    def allocate(self, num_blocks: int, *, evict: bool = True, overwritten: int = 0) -> Hold:
         """As `Pool.allocate`; what it evicts is copied to the second tier before."""
         if evict:
             self._spill(num_blocks)
-        return super().allocate(num_blocks, evict=evict)
+        return super().allocate(num_blocks, evict=evict, overwritten=overwritten)
 
     def discard(self, cache_id: str) -> None:
         with self._changed:
@@ -147,7 +147,7 @@ class TieredPool(Pool):
         token_ids = entry.token_ids if entry.is_exact else ()
         with (
             self.match_prefix(token_ids, entry.tenant_salt) as prefix,
-            self.allocate(len(kept.slots) - len(prefix.blocks)) as fresh,
+            self.allocate(needed := len(kept.slots) - len(prefix.blocks), overwritten=needed) as fresh,
         ):
             with self.arena.writing(fresh.blocks):
                 for block, slot in zip(fresh.blocks, kept.slots[len(prefix.blocks) :], strict=True):

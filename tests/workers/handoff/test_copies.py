@@ -152,3 +152,14 @@ async def test_blocks_that_lie_here_take_no_room_for_a_copy() -> None:
             await pair.handoffs.aclose()
     chunk_bytes = CHUNK_TOKENS // SOURCE_LAYOUT.block_tokens * block_bytes(SOURCE_LAYOUT)
     assert scratch["inproc"] == scratch["shm"] == scratch["tcp"] - chunk_bytes
+
+
+async def test_behind_the_last_token_stands_nothing_of_whoever_had_the_block() -> None:
+    with pair_over("inproc") as pair:
+        pool = pair.target.pool
+        num_tokens = pool.stats.num_blocks * TARGET_LAYOUT.block_tokens
+        pool.store(range(num_tokens), random_kv(0, num_tokens, layout=TARGET_LAYOUT), SALT, ttl_s=60)
+        reply = await pair.handoffs.transfer(request(pair.source_cache(NUM)), peer=pair.office)
+        with pool.hold(reply.cache_id, SALT) as held:
+            assert not pool.arena.data[held.blocks[-1], :, :, NUM % TARGET_LAYOUT.block_tokens :].any()
+        await pair.handoffs.aclose()

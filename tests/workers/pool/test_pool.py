@@ -346,6 +346,19 @@ def test_allocated_blocks_are_zero_whoever_had_them(pool: Pool) -> None:
             pool.scatter(fresh.blocks, random_kv(0, 48))
 
 
+def test_blocks_that_are_overwritten_whole_need_not_be_zeroed_but_others_are(pool: Pool) -> None:
+    """A cache fills its blocks but for the end of the last: nothing of whoever had it stands there."""
+    old = store(pool, 64)
+    before = pool.arena.generations_of(old.blocks)
+    with pool.allocate(16, overwritten=15) as fresh:
+        now = pool.arena.generations_of(fresh.blocks)
+        assert not any(g & 1 for g in now) and min(now) > max(before)
+        assert not pool.arena.data[fresh.blocks[-1]].any()
+        pool.scatter(fresh.blocks, random_kv(0, 64))
+    new = pool.store(range(500, 562), random_kv(0, 62), SALT, ttl_s=60)
+    assert not pool.arena.data[new.blocks[-1], :, :, 2:].any()
+
+
 def test_freed_blocks_are_zeroed_and_change_their_generation_at_once(pool: Pool) -> None:
     entry = store(pool, 10)
     before = pool.arena.generations_of(entry.blocks)

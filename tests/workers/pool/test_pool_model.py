@@ -169,19 +169,19 @@ class PoolModel(RuleBasedStateMachine):
         lease, _ = self.leases.pop(self.pick(data, self.leases))
         self.pool.release(lease.entry.cache_id, lease.lease_id)
 
-    @rule(num_blocks=st.integers(0, NUM_BLOCKS))
-    def allocate(self, num_blocks: int) -> None:
+    @rule(num_blocks=st.integers(0, NUM_BLOCKS), overwritten=st.integers(0, NUM_BLOCKS))
+    def allocate(self, num_blocks: int, overwritten: int) -> None:
         self.expire()
         pinned = {b for lease, _ in self.leases.values() for b in lease.entry.blocks}
         pinned |= {b for hold in self.holds for b in hold.blocks}
         try:
-            hold = self.pool.allocate(num_blocks)
+            hold = self.pool.allocate(num_blocks, overwritten=overwritten)
         except PoolFull:
             assert num_blocks > NUM_BLOCKS - len(pinned)
             return
         assert num_blocks <= NUM_BLOCKS - len(pinned)
         assert not pinned & set(hold.blocks)
-        assert not self.pool.arena.data[list(hold.blocks)].any()
+        assert not self.pool.arena.data[list(hold.blocks[overwritten:])].any()
         self.pool.scatter(hold.blocks, random_kv(0, num_blocks * SIZE, seed=99))
         self.holds.append(hold)
         self.forget_evicted()
