@@ -6,13 +6,14 @@ It follows the file: a change that can be used is, without a request being lost;
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 import structlog
@@ -42,9 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, CannotFollow, tracing.CannotTrace) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
-    _log_to_stderr()
-    with listener:
-        server.Server(app, asked.ready_file).run(sockets=[listener])
+    lines = _log_to_stderr()
+    try:
+        with listener:
+            server.Server(app, asked.ready_file).run(sockets=[listener])
+    finally:
+        lines.flush()
     return 0
 
 
@@ -69,13 +73,40 @@ def _settings(asked: argparse.Namespace) -> Settings:
     return settings.model_copy(update={"server": server_settings})
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr() -> Lines:
+    lines = Lines(sys.stderr.buffer)
     structlog.configure(
         processors=[add_request_id, _line],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.BytesLoggerFactory(file=sys.stderr.buffer),
+        logger_factory=lambda *names: lines,
         cache_logger_on_first_use=True,
     )
+    return lines
+
+
+class Lines:
+    """Where log lines go, in one write with all others of the same turn of the event loop; without a loop, at once."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._waiting: list[bytes] = []
+
+    def info(self, line: bytes) -> None:
+        self._waiting.append(line + b"\n")
+        if len(self._waiting) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:
+            self.flush()
+
+    warning = error = info
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._file.write(b"".join(self._waiting))
+            self._file.flush()
+            self._waiting.clear()
 
 
 def _line(logger: Any, level: str, event: structlog.typing.EventDict) -> bytes:

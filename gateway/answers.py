@@ -12,9 +12,8 @@ from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
 from gateway.patience import patience
-from gateway.worker import Stream, Worker
+from gateway.worker import Question, Stream, Worker
 from workers.api.errors import KvrelayError
-from workers.api.schemas import ChatRequest, CompletionRequest
 
 MAX_INTERVAL_MS = 250.0
 GAP_SHARE = 0.25  # of the gap after which an answer counts as stalled
@@ -82,7 +81,7 @@ class Answers:
     async def _noted(
         self,
         worker: Worker,
-        request: ChatRequest | CompletionRequest,
+        request: Question,
         first_by: Deadline,
         deadline: Deadline,
         patience: Deadline | None = None,
@@ -92,7 +91,7 @@ class Answers:
         self._opened.push_async_callback(stream.aclose)
         return stream
 
-    def _request(self, cache_id: str | None, judged: bool) -> ChatRequest | CompletionRequest:
+    def _request(self, cache_id: str | None, judged: bool) -> Question:
         course = self._course
         return asks.answer(
             course.turn,

@@ -9,16 +9,13 @@ from gateway.gathered import Gathered
 from gateway.policies import Policy
 from gateway.settings import HandoffSettings
 from gateway.turn import Turn
+from gateway.worker import Question
 from workers.api.schemas import (
     ESCALATION_PRIORITY,
-    ChatRequest,
-    CompletionRequest,
-    KVTransferParams,
     Message,
     PrefillRequest,
     Prompt,
     TransferRequest,
-    WorkerStreamOptions,
 )
 
 
@@ -54,7 +51,7 @@ def answer(
     judged_by: Policy | None,
     native: bool,
     interval_ms: float,
-) -> ChatRequest | CompletionRequest:
+) -> Question:
     """To answer, from a cache if one is given, and only an exact one if `native`; with the log-probabilities that a
     policy wants to judge by.
 
@@ -63,54 +60,61 @@ def answer(
     asked, num_top = turn.request, turn.request.num_top_logprobs
     if judged_by is not None:
         num_top = max(num_top or 0, judged_by.num_top_logprobs)
-    common: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "seed": asked.seed,
         "stop": asked.stop,
         "max_tokens": asked.max_answer_tokens,
         "stream": True,
-        "stream_options": WorkerStreamOptions(include_usage=True, interval_ms=interval_ms),
-        "kv_transfer_params": KVTransferParams(
-            cache_id=cache_id,
-            require_exact=native or asked.kvrelay.exact,
-            reuse=turn.stores,
-            store=turn.stores,
-            ttl_s=settings.ttl_s,
-            agreement_probe=asked.kvrelay.agreement_probe if cache_id and judged_by is None else 0,
-            shadow=turn.is_shadowed and cache_id is not None,
-        ),
+        "stream_options": {"include_usage": True, "interval_ms": interval_ms},
+        "kv_transfer_params": {
+            "cache_id": cache_id,
+            "require_exact": native or asked.kvrelay.exact,
+            "reuse": turn.stores,
+            "store": turn.stores,
+            "ttl_s": settings.ttl_s,
+            "agreement_probe": asked.kvrelay.agreement_probe if cache_id and judged_by is None else 0,
+            "shadow": turn.is_shadowed and cache_id is not None,
+        },
         "tenant_salt": turn.tenant.salt,
         "deadline_ms": left_ms(turn.deadline),
         "priority": 0 if turn.escalated_at is None else ESCALATION_PRIORITY,
     }
     if asked.text is not None:
-        return CompletionRequest(prompt=asked.text, logprobs=num_top, **common)
-    return ChatRequest(
-        messages=turn.messages,
-        tools=asked.offered_tools,
-        stable_messages=turn.stable_messages,
-        logprobs=num_top is not None,
-        top_logprobs=num_top or 0,
-        **common,
+        return Question(False, fields | {"prompt": asked.text, "logprobs": num_top})
+    return Question(
+        True,
+        fields
+        | {
+            "messages": [message.plain for message in turn.messages],
+            "tools": _without_nulls(asked.offered_tools),
+            "stable_messages": turn.stable_messages,
+            "logprobs": num_top is not None,
+            "top_logprobs": num_top or 0,
+        },
     )
 
 
-def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Deadline) -> ChatRequest:
+def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Deadline) -> Question:
     """To say a word more about an answer that is whole, from its cache where there is one. Nothing of it is kept."""
     cache_id = answer.kv.cache_id if answer.kv and turn.request.is_chat else None
-    return ChatRequest(
-        messages=[*turn.messages, answer.as_turn, Message(role="user", content=question)],
-        tools=turn.request.offered_tools,
-        max_tokens=1,
-        temperature=0.0,
-        logprobs=True,
-        top_logprobs=num_top,
-        stream=True,
-        stream_options=WorkerStreamOptions(include_usage=True),
-        kv_transfer_params=KVTransferParams(cache_id=cache_id, reuse=turn.stores, store=False),
-        tenant_salt=turn.tenant.salt,
-        deadline_ms=left_ms(by),
+    messages = [*turn.messages, answer.as_turn, Message(role="user", content=question)]
+    return Question(
+        True,
+        {
+            "messages": [message.plain for message in messages],
+            "tools": _without_nulls(turn.request.offered_tools),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "logprobs": True,
+            "top_logprobs": num_top,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "kv_transfer_params": {"cache_id": cache_id, "reuse": turn.stores, "store": False},
+            "tenant_salt": turn.tenant.salt,
+            "deadline_ms": left_ms(by),
+        },
     )
 
 
@@ -121,6 +125,13 @@ def tokenize(turn: Turn) -> Prompt:
 def left_ms(deadline: Deadline) -> float:
     """What a worker is told; a deadline that has passed is caught before the call is made."""
     return max(deadline.remaining_s * 1000, 1.0)
+
+
+def _without_nulls(value: Any) -> Any:
+    """As pydantic writes all else."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _prompt(turn: Turn) -> dict[str, Any]:

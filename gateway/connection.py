@@ -55,6 +55,8 @@ class HangUp:
         self._working = working = asyncio.current_task()
         assert working is not None
         try:
+            if timeout_s is None:
+                return await work
             async with asyncio.timeout(timeout_s):
                 return await work
         except asyncio.CancelledError:

@@ -28,6 +28,7 @@ class Parts:
     fleet: Fleet
     prefixes: Prefixes
     caches: ClientCaches
+    policy: Policy
     metrics: Metrics
     shares: Shares
     quotas: Quotas
@@ -38,8 +39,7 @@ class Parts:
     ) -> None:
         """What a request has cost in tokens, however it ended; and what of that each tier's answers have."""
         self.usage.add(tenant.name, num_read, num_written)
-        budgets = self.settings.chosen_policy.budgets
-        await self.quotas.spent(tenant, num_read + num_written, by_tier=by_tier, budgets=budgets)
+        await self.quotas.spent(tenant, num_read + num_written, by_tier=by_tier, budgets=self.policy.budgets)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ async def choose(parts: Parts, turn: Turn) -> Course:
 
 async def _chosen(parts: Parts, turn: Turn) -> Course:
     tiers = routing.allowed(turn, parts.fleet)
-    chosen = routing.choose_policy(turn.request.kvrelay, parts.settings.chosen_policy)
+    chosen = routing.choose_policy(turn.request.kvrelay, parts.policy)
     asked = routing.asked(turn, await parts.quotas.overspent(turn.tenant, chosen.budgets))
     policy, decision = chosen.select(asked), routing.decide(turn, asked, chosen, parts.fleet, tiers)
     if turn.named is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +15,7 @@ from gateway.gathered import Chunk, Gathered
 from gateway.texts import as_text_logprobs
 from gateway.turn import Turn
 from workers.api.errors import KvrelayError
-from workers.api.trail import loggable
+from workers.api.trail import loggable, new_id
 
 log = structlog.get_logger()
 
@@ -140,8 +139,7 @@ def _last(turn: Turn, finish: list[Body], usage: Body | None) -> list[Chunk]:
 
 
 def _head(turn: Turn, shape: ChatShape, kind: str) -> Body:
-    answer_id = f"{shape.id_prefix}-{uuid.uuid4().hex}"
-    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": turn.model}
+    return {"id": f"{shape.id_prefix}-{new_id()}", "object": kind, "created": int(time.time()), "model": turn.model}
 
 
 def _usage(turn: Turn, usage: Body | None) -> Body:

@@ -157,7 +157,8 @@ class Gateway:
             shares = old.shares
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
-        parts = Parts(settings, fleet, prefixes, caches, self.metrics, shares, quotas, self.usage)
+        policy = settings.chosen_policy
+        parts = Parts(settings, fleet, prefixes, caches, policy, self.metrics, shares, quotas, self.usage)
         return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants, admin_key)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:

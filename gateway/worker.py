@@ -6,7 +6,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from gateway.breaker import Attempt, Breaker, State, until_one_admits
 from gateway.deadline import Deadline
@@ -20,8 +22,6 @@ from workers.api import tracing
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import (
-    ChatRequest,
-    CompletionRequest,
     KVUsage,
     PrefillReply,
     PrefillRequest,
@@ -36,6 +36,15 @@ EWMA_WEIGHT = 0.3
 ASSUMED_MAP_SPEEDUP = 10  # of mapping over reading, until it is measured
 ALL = sys.maxsize  # chunks
 MIN_MEASURED_TOKENS = 32  # fewer tell more of the overhead than of the rate
+
+
+@dataclass(frozen=True)
+class Question:
+    """To be answered: the `fields` of a `ChatRequest`, or of a `CompletionRequest`, as plain JSON. They are ours, and
+    not checked before they are sent."""
+
+    is_chat: bool
+    fields: dict[str, Any]
 
 
 class Worker:
@@ -161,7 +170,7 @@ class Worker:
 
     async def open_answer(
         self,
-        request: ChatRequest | CompletionRequest,
+        question: Question,
         *,
         first_by: Deadline,
         deadline: Deadline,
@@ -169,7 +178,7 @@ class Worker:
     ) -> Stream:
         """An answer whose first content has arrived. Whoever opened it closes it."""
         admission = await self._admitted(self.breaker, first_by, patience)
-        stream = Stream(self, self._chunks(request, max(deadline.remaining_s, 0.001)), admission, deadline)
+        stream = Stream(self, self._chunks(question, max(deadline.remaining_s, 0.001)), admission, deadline)
         try:
             await stream.start(first_by)
         except BaseException as error:
@@ -177,10 +186,10 @@ class Worker:
             raise
         return stream
 
-    def _chunks(self, request: ChatRequest | CompletionRequest, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
-        if isinstance(request, ChatRequest):
-            return self.client.chat_stream(request, timeout_s=timeout_s)
-        return as_chat(self.client.completion_stream(request, timeout_s=timeout_s))
+    def _chunks(self, question: Question, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
+        if question.is_chat:
+            return self.client.chat_stream(question.fields, timeout_s=timeout_s)
+        return as_chat(self.client.completion_stream(question.fields, timeout_s=timeout_s))
 
     def note_usage(self, usage: KVUsage, num_prompt_tokens: int) -> None:
         self.note_epoch(usage.epoch)

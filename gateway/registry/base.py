@@ -8,25 +8,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from workers.api.schemas import CacheId, Digest, Provenance
 
 
-class Entry(BaseModel):
-    """One cache of one prefix. `num_tokens` counts the tokens of the messages that it is filed under."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
+@dataclass(frozen=True)
+class Entry:
+    """One cache of one prefix. `num_tokens` counts the tokens of the messages that it is filed under. Who reads one
+    from elsewhere checks it."""
 
     cache_id: CacheId
     worker: str
     epoch: str
     tenant: str
-    num_tokens: int = Field(ge=0)
-    digest: Digest | None = None
+    num_tokens: Annotated[int, Field(ge=0)]
     provenance: Provenance
     expires_at: float
+    digest: Digest | None = None
 
     @property
     def is_exact(self) -> bool:

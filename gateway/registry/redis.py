@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
 
 from gateway.registry.base import Entry, Registry
@@ -13,6 +13,7 @@ from gateway.registry.guard import Guard, OnOp
 from workers.api.redis_pool import pool_of
 
 PREFIX = "kvrelay:prefix:"
+WRITTEN = TypeAdapter(Entry)
 
 # Deletes KEYS[1] only while the cache ARGV[1] stands there: another gateway may have filed a fresh one meanwhile.
 FORGET = """
@@ -46,7 +47,7 @@ class RedisRegistry(Registry):
         if raw is None:
             return None
         try:
-            entry = Entry.model_validate_json(raw)
+            entry = WRITTEN.validate_json(raw)
         except ValidationError:
             self._on_op("get", "unreadable")
             return None
@@ -61,7 +62,7 @@ class RedisRegistry(Registry):
     async def _put(self, entries: Mapping[str, Entry], lifetimes_ms: Mapping[str, int]) -> None:
         async with self._redis.pipeline(transaction=False) as pipeline:
             for key, lifetime_ms in lifetimes_ms.items():
-                pipeline.set(PREFIX + key, entries[key].model_dump_json(), px=lifetime_ms)
+                pipeline.set(PREFIX + key, WRITTEN.dump_json(entries[key]), px=lifetime_ms)
             await pipeline.execute()
 
     async def forget(self, key: str, entry: Entry) -> None:

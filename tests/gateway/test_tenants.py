@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from structlog.testing import capture_logs
 
 from gateway.app import create_app
 from gateway.errors import SettingsError
-from gateway.registry import Entry
 from gateway.settings import from_values, read_secret
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
@@ -107,14 +107,13 @@ async def plant(stack: Stack, **changes: str) -> None:
     """Changes what Redis holds of the small model's caches of tenant default."""
     import redis.asyncio
 
-    from gateway.registry.redis import PREFIX
+    from gateway.registry.redis import PREFIX, WRITTEN
 
     async with redis.asyncio.from_url(stack.app.state.gateway.settings.registry.url) as raw:
         for name in await raw.keys(f"{PREFIX}*"):
-            entry = Entry.model_validate_json(await raw.get(name))
+            entry = WRITTEN.validate_json(await raw.get(name))
             if entry.tenant == "default" and entry.worker == "small-0":
-                planted = entry.model_copy(update=changes)
-                await raw.set(name, planted.model_dump_json(), px=60_000)
+                await raw.set(name, WRITTEN.dump_json(replace(entry, **changes)), px=60_000)
 
 
 LIMITED = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"requests_per_minute": 3}}

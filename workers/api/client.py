@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ CONNECT_TIMEOUT_S = 2.0
 EVENT, DONE = b"data: ", b"data: [DONE]"
 
 Chunk = dict[str, Any]
+Fields = Mapping[str, Any]  # of a request, as plain JSON; nulls at the top are left out
 
 
 class WorkerClient:
@@ -108,11 +109,13 @@ class WorkerClient:
             raise WorkerUnavailable("worker answered with something that is not a chat completion")
         return reply
 
-    def completion_stream(self, request: CompletionRequest, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
+    def completion_stream(
+        self, request: CompletionRequest | Fields, *, timeout_s: float
+    ) -> AsyncGenerator[list[Chunk], None]:
         """The chunks of a streamed text completion; else as `chat_stream`."""
         return self._stream("/v1/completions", request, timeout_s)
 
-    def chat_stream(self, request: ChatRequest, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
+    def chat_stream(self, request: ChatRequest | Fields, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
         """The chunks of a streamed chat completion, as many at a time as came together; `KVUsage` stands in the last
         one's `kv_transfer_params`.
 
@@ -122,7 +125,7 @@ class WorkerClient:
         return self._stream("/v1/chat/completions", request, timeout_s)
 
     async def _stream(
-        self, path: str, request: ChatRequest | CompletionRequest, timeout_s: float
+        self, path: str, request: BaseModel | Fields, timeout_s: float
     ) -> AsyncGenerator[list[Chunk], None]:
         frames = Frames()
         try:
@@ -153,9 +156,9 @@ class WorkerClient:
         return reply
 
     def _asked(
-        self, method: str, path: str, request: BaseModel | None, timeout_s: float
+        self, method: str, path: str, request: BaseModel | Fields | None, timeout_s: float
     ) -> AbstractAsyncContextManager[Answer]:
-        body = b"" if request is None else request.model_dump_json(exclude_none=True).encode()
+        body = b"" if request is None else _written(request)
         connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), trail.headers()
         return self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
 
@@ -204,6 +207,12 @@ def _parse(kind: type[R], data: Any) -> R:
         return kind.model_validate(data)
     except ValidationError as error:
         raise WorkerUnavailable(f"worker answered with something that is not a {kind.__name__}") from error
+
+
+def _written(request: BaseModel | Fields) -> bytes:
+    if isinstance(request, BaseModel):
+        return request.model_dump_json(exclude_none=True).encode()
+    return orjson.dumps({key: value for key, value in request.items() if value is not None})
 
 
 def _json(raw: bytes) -> Any:

@@ -69,6 +69,13 @@ class Message(BaseModel):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, without nulls."""
+        if isinstance(self.content, str) and self.tool_calls is None and not self.model_extra:
+            return {"role": self.role, "content": self.content}
+        return self.model_dump(exclude_none=True)
+
 
 class Prompt(Request):
     """What is to be read, in exactly one of three forms. `stable_messages` marks how many of the first messages are

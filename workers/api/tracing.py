@@ -13,7 +13,7 @@ No span bears a word of a prompt. The names of the GenAI attributes still move, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 REQUEST_MODEL, RESPONSE_MODEL, ERROR_TYPE = "gen_ai.request.model", "gen_ai.response.model", "error.type"
 PATH = "kvrelay.path"
+
+NOTHING = nullcontext()
 
 _tracer: Tracer | None = None  # of this process
 
@@ -73,13 +75,14 @@ def is_on() -> bool:
     return _tracer is not None
 
 
-@contextmanager
-def span(name: str, incoming: Mapping[str, str] | None = None) -> Iterator[None]:
+def span(name: str, incoming: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
     """What happens within. With the headers of an `incoming` call it goes on with the caller's trace, else with that of
     the span around it."""
-    if _tracer is None:
-        yield
-        return
+    return NOTHING if _tracer is None else _span(name, incoming)
+
+
+@contextmanager
+def _span(name: str, incoming: Mapping[str, str] | None) -> Iterator[None]:
     held = begin(name, incoming)
     try:
         with held.entered():
@@ -97,16 +100,13 @@ class Held:
     def __init__(self, span: Span | None):
         self.span = span
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[Any]:
         """What is begun within belongs to it."""
         if self.span is None:
-            yield
-            return
+            return NOTHING
         from opentelemetry.trace import use_span
 
-        with use_span(self.span, record_exception=False, set_status_on_exception=False):
-            yield
+        return use_span(self.span, record_exception=False, set_status_on_exception=False)
 
     def end(self) -> None:
         if self.span is not None:
