@@ -29,7 +29,7 @@ async def answer_from_above(course: Course, answers: Answers, by: Deadline) -> S
     """The small model's answer under way, to be judged; None where no tier above has read enough more, or it failed."""
     if not course.turn.may_map or not course.small.is_usable:
         return None
-    worker = course.small.pick()
+    worker = course.small.pick_to_take_over()
     source = _source(course, worker)
     if source is None:
         return None

@@ -56,6 +56,10 @@ class Tier:
         such the one that was asked least. Raises `NoUsableWorker`."""
         return self._picked([worker for worker in self._in_service(avoid) if worker.is_usable], preferred)
 
+    def pick_to_take_over(self, preferred: str | None = None) -> Worker:
+        """As `pick`, of those that a cache may be handed to now; of all where there is none of them."""
+        return self._picked(self._taking_over or self._answering, preferred)
+
     async def ask(
         self,
         call: Callable[[Worker], Awaitable[T]],
@@ -85,13 +89,17 @@ class Tier:
         fail, as what it makes is there to answer from."""
         while True:
             await self._until_one_admits(lambda: [worker.transfers for worker in self._answering], patience)
-            worker = self._picked([worker for worker in self._answering if worker.transfers.admits])
+            worker = self._picked(self._taking_over)
             with suppress(CircuitOpen):
                 return worker, await call(worker)
 
     @property
     def _answering(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.is_usable]
+
+    @property
+    def _taking_over(self) -> list[Worker]:
+        return [worker for worker in self._answering if worker.transfers.admits]
 
     def _in_service(self, avoid: Collection[str]) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.is_in_service and worker.id not in avoid]

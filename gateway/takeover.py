@@ -99,7 +99,7 @@ class Takeover:
     def _plan(self, read: Read) -> tuple[Worker, Plan]:
         """By the counts and rates at hand."""
         known, target = self._turn.known[self._course.target.name], self._course.target
-        worker = target.pick(preferred=known.found[0].entry.worker if known.found else None)
+        worker = target.pick_to_take_over(preferred=known.found[0].entry.worker if known.found else None)
         rates = Rates(worker.prefill_tokens_per_s, worker.map_tokens_per_s)
         remaining_s, settings = self._turn.deadline.remaining_s, self._settings
         return worker, handoff.plan(

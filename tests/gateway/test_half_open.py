@@ -17,7 +17,7 @@ from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
 from gateway.fleet import Fleet
 from gateway.worker import Worker
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, told, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, told, values
 from workers.api.errors import WorkerUnavailable
 from workers.api.fake import FakeWorker
 
@@ -273,6 +273,16 @@ async def test_who_comes_back_while_others_wait_is_asked(waits_for: str) -> None
         second.is_drained = False
         assert (await asyncio.wait_for(waiting, 1.0)).status_code == 200
         assert other.made(CALLS[waits_for])
+
+
+async def test_a_handoff_goes_to_whoever_takes_any() -> None:
+    async with two_large(breaker=BREAKER | {"open_s": 60.0}) as (stack, other):
+        trip(worker_of(stack, "large-0").transfers)
+        assert told(await stack.escalate())["path"] == "mapped"
+        assert other.made("transfer")
+        trip(worker_of(stack, "large-1").transfers)
+        another = [{"role": "system", "content": f"Another document. {LONG}"}, MESSAGES[-1]]
+        assert told(await stack.escalate(another))["path"] == "fallback:circuit_open"
 
 
 async def test_who_comes_too_late_for_a_trial_asks_whom_else_there_is(stack: Stack) -> None:
