@@ -10,7 +10,7 @@ more to all documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,14 +57,15 @@ class Chooser:
         self._method, self._paths, self._judge, self._projections = method, _way(way), judge, projections
 
     def choices(self, group: Group, layers: int | str) -> list[Choice]:
-        """A choice for every target, from at most so many source layers."""
+        """A choice for every target, from at most so many source layers. Uses the group up."""
         if group.held_out.count == 0:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
         paths = self._paths(self._method, group, min(most, group.source.num_layers, self._method.max_layers or most))
         if layers == AUTO:
             paths = [self._affordable(group, path) for path in paths]
-        return [self._choice(_Part.of(group, index, path), path) for index, path in enumerate(paths)]
+        group.fold(_joined(blocks for path in paths for blocks in path))
+        return [self._choice(group, index, path) for index, path in enumerate(paths)]
 
     def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
         """The keys and values that a solution gives."""
@@ -83,45 +84,19 @@ class Chooser:
 
         return [blocks for blocks in path if needed(blocks) <= group.train.effective] or [min(path, key=len)]
 
-    def _choice(self, part: _Part, path: list[Blocks]) -> Choice:
+    def _choice(self, group: Group, index: int, path: list[Blocks]) -> Choice:
         """The best of a path, fitted to all documents."""
-        choice = best([self._solved(part, blocks) for blocks in dict.fromkeys(path)])
-        train, everything = part.moments(choice.blocks)
-        everything.merge(train)
-        return replace(choice, solution=self._method.refit(choice.solution, everything, part.group.layout))
+        choice = best([self._solved(group, index, blocks) for blocks in dict.fromkeys(path)])
+        everything, held_out = _moments(group, index, choice.blocks)
+        everything.merge(held_out)
+        return replace(choice, solution=self._method.refit(choice.solution, everything, group.layout))
 
-    def _solved(self, part: _Part, blocks: Blocks) -> Choice:
-        train, held_out = part.moments(blocks)
-        solution = self._method.solve(train, part.group.layout, held_out)
+    def _solved(self, group: Group, index: int, blocks: Blocks) -> Choice:
+        train, held_out = _moments(group, index, blocks)
+        solution = self._method.solve(train, group.layout, held_out)
         r2 = solution.r2(held_out)
-        error = self._judge.error(blocks, self.outputs(part.wanted, solution)) if self._judge else 1 - r2
+        error = self._judge.error(blocks, self.outputs(group.targets[index], solution)) if self._judge else 1 - r2
         return Choice(blocks, solution, r2, error)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What is known of one target and of `blocks`, ascending."""
-
-    group: Group
-    wanted: Wanted
-    blocks: Blocks
-    train: Moments
-    held_out: Moments
-
-    @classmethod
-    def of(cls, group: Group, index: int, path: list[Blocks]) -> _Part:
-        """Of all blocks that are on the path of target `index`."""
-        blocks = _joined(path)
-        columns = group.features(blocks), group.outputs(index)
-        return cls(group, group.targets[index], blocks, group.train.select(*columns), group.held_out.select(*columns))
-
-    def moments(self, blocks: Blocks) -> tuple[Moments, Moments]:
-        """Those of some of the blocks, of what is to be fitted and of what was held out."""
-        width = self.group.source.width
-        starts = torch.tensor([self.blocks.index(block) * width for block in blocks], device=self.train.xx.device)
-        features = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
-        targets = torch.arange(self.train.num_targets, device=starts.device)
-        return self.train.select(features, targets), self.held_out.select(features, targets)
 
 
 def best(choices: Sequence[Choice]) -> Choice:
@@ -153,7 +128,6 @@ def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
 
 
 def _top(method: Method, group: Group, most: int) -> list[list[Blocks]]:
-    group.fold_unless_cheaper(most * len(group.kinds))
     layers = [tuple((kind, layer) for kind in group.kinds) for layer in range(group.source.num_layers)]
     best_first = rank(method, group, layers).argsort(stable=True, dim=0, descending=True).T.tolist()
     return [[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)] for order in best_first]
@@ -181,7 +155,13 @@ def _way(name: str) -> Way:
     return WAYS[name]
 
 
-def _joined(parts: Sequence[Blocks]) -> Blocks:
+def _moments(group: Group, index: int, blocks: Blocks) -> tuple[Moments, Moments]:
+    """Of some blocks and one target: what is to be fitted, and what is held out."""
+    columns = group.features(blocks), group.outputs(index)
+    return group.train.select(*columns), group.held_out.select(*columns)
+
+
+def _joined(parts: Iterable[Blocks]) -> Blocks:
     return tuple(sorted({block for part in parts for block in part}))
 
 

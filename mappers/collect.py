@@ -124,18 +124,13 @@ class Group:
             self.fold()
         (self.held_out if held_out else self.train).update(x, y, target.weights)
 
-    def fold(self) -> None:
-        """Make moments of all rows."""
-        self.train.fold(), self.held_out.fold()
-
-    def fold_unless_cheaper(self, num_blocks: int) -> None:
-        """Fold, unless fewer multiplications give the moments of so many blocks for each target alone."""
-        if len(self.targets) * self._cost(num_blocks, 1) > self._cost(len(self.blocks), len(self.targets)):
-            self.fold()
-
-    def _cost(self, num_blocks: int, num_targets: int) -> float:
-        """Of the moments of so many, in products of two blocks."""
-        return num_blocks * (num_blocks / 2 + num_targets * self.layout.target_width / self.source.width)
+    def fold(self, blocks: Sequence[Block] | None = None) -> None:
+        """Make moments of all rows; of rows that are still there, with these blocks alone if any are named."""
+        features = None
+        if blocks is not None and self.train.moments is None:
+            features, self.blocks = self.features(blocks), list(blocks)
+        for gathered in (self.train, self.held_out):
+            gathered.fold(features)
 
 
 @dataclass(frozen=True)

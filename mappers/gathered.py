@@ -2,10 +2,10 @@
 
     rows ──► batch ──► batch ──► ...                as they are, while they are few
                 │
-              fold ──► moments of all columns       from then on every batch that is full is added, and let go
+              fold ──► moments                      from then on every batch that is full is added, and let go
 
-Moments of all columns cost memory and multiplications that grow with the square of the columns, however few the rows.
-As long as there are only the rows, the moments of some columns are computed from these columns alone.
+Moments cost memory and multiplications that grow with the square of the columns, however few the rows. As long as there
+are only the rows, the moments of some columns are computed from these columns alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Batch:
 class Gathered:
     """Rows x (p,), y (q,) of any float dtype, `fold`ed to moments when they grow too many.
 
-    While `is_folded` is false, `batches` hold all rows; they are used up by the first `select`.
+    While `moments` are None, `batches` hold all rows as they came; the first `select` takes their means off.
     """
 
     def __init__(self, num_features: int, num_targets: int, device: str | torch.device = "cpu"):
@@ -93,12 +93,16 @@ class Gathered:
             if self.moments is not None and not batch.room:
                 self.fold()
 
-    def fold(self) -> Moments:
-        """The moments of all rows; the rows are let go."""
+    def fold(self, features: Tensor | None = None) -> Moments:
+        """The moments of all rows, which are let go; of these features alone if they are not folded yet."""
         if self.moments is None:
+            self.num_features = self.num_features if features is None else len(features)
             self.moments = Moments(self.num_features, self.num_targets, self._device)
+        else:
+            features = None
         while self._rows or self.batches:
-            self.moments.add(self._rows.pop(0) if self._rows else _centred(self.batches.pop(0)))
+            rows = self._rows.pop(0) if self._rows else _centred(self.batches.pop(0))
+            self.moments.add(rows if features is None else rows.select(features))
         return self.moments
 
     def select(self, features: Tensor, targets: Tensor, enough: float = math.inf) -> Moments:

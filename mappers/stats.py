@@ -10,7 +10,7 @@ what float64 would tell apart: see `resolution`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ class Rows:
     def count(self) -> int:
         return len(self.x)
 
-    def select(self, features: Tensor, targets: Tensor) -> Rows:
-        """Some columns, by index."""
-        x, y = taken(self.x, features), taken(self.y, targets)
-        return Rows(x, y, self.mean_x[features], self.mean_y[targets], self.mass, self.squares)
+    def select(self, features: Tensor, targets: Tensor | None = None) -> Rows:
+        """Some columns, by index; all targets if none are named."""
+        part = replace(self, x=taken(self.x, features), mean_x=self.mean_x[features])
+        return part if targets is None else replace(part, y=taken(self.y, targets), mean_y=self.mean_y[targets])
 
 
 class Moments:

@@ -42,6 +42,16 @@ def test_columns_have_the_same_moments_before_and_after_folding(sizes: tuple[int
     assert made.effective == pytest.approx(effective)
 
 
+def test_rows_are_folded_to_the_features_that_are_wanted() -> None:
+    made = gathered(COUNT)
+    made.select(FEATURES, TARGETS)
+    assert_are_those_of_rows(made.fold(FEATURES), X[:, FEATURES], Y, WEIGHTS)
+    assert made.num_features == 3 and made.batches == []
+    made.update(X[:9, FEATURES], Y[:9], WEIGHTS[:9])
+    rows = [torch.cat([rows, rows[:9]]) for rows in (X[:, FEATURES], Y, WEIGHTS)]
+    assert_are_those_of_rows(made.fold(torch.tensor([0])), *rows)  # what is folded stays whole
+
+
 def test_once_folded_no_more_than_a_batch_of_rows_is_kept() -> None:
     made = Gathered(7, 4)
     made.fold()
