@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Self
 
 from gateway import asks
 from gateway.audit import cache_access
@@ -21,7 +19,7 @@ BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to 
 
 
 class Answers:
-    """Opens them; leaving it hangs up on whatever worker is still at one."""
+    """Opens them."""
 
     def __init__(self, course: Course):
         self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
@@ -29,12 +27,8 @@ class Answers:
         self._streams: list[Stream] = []
         self._opened = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
+        """Hangs up on whatever worker is still at one."""
         await self._opened.aclose()
 
     async def open(

@@ -14,8 +14,8 @@ and calls; it knows no HTTP of either side.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import structlog
 
@@ -60,36 +60,42 @@ class Cascade:
     async def pieces(self) -> AsyncGenerator[list[Chunk], None]:
         """The answering worker's chunks, as many at a time as came together. By the first `turn.report` names tier and
         path, by the end all else."""
-        async with self._under_way() as stream:
-            async for piece in self._account.timed(stream):
-                yield piece
-            await self._account.ended(stream)
+        with self._parts.shares.one(self._turn.tenant.name):
+            try:
+                stream = await self._begun()
+                async for piece in self._account.timed(stream):
+                    yield piece
+                await self._account.ended(stream)
+            finally:
+                await self._end()
 
     async def whole(self) -> Gathered:
         """The same answer in one piece."""
-        async with self._under_way() as stream:
-            stream = await self._read_out(stream)
-            await self._account.ended(stream)
-            return stream.answer
-
-    @asynccontextmanager
-    async def _under_way(self) -> AsyncIterator[Stream]:
-        """An answer that has begun, within the tenant's share; what the turn has cost is charged in the end."""
-        answers = self._answers
         with self._parts.shares.one(self._turn.tenant.name):
             try:
-                async with answers:
-                    try:
-                        await self.course.look_up()
-                        stream = await self._ROUTES[self.course.decision.route](self)
-                        self._account.began(stream)
-                        yield stream
-                    finally:
-                        for takeover in self._takeovers:
-                            await takeover.aclose()
+                stream = await self._read_out(await self._begun())
+                await self._account.ended(stream)
+                return stream.answer
             finally:
-                read, written = answers.num_read_once, answers.num_written
-                await self._parts.spent(self._turn.tenant, read, written, by_tier=answers.by_tier)
+                await self._end()
+
+    async def _begun(self) -> Stream:
+        """An answer under way."""
+        await self.course.look_up()
+        stream = await self._ROUTES[self.course.decision.route](self)
+        self._account.began(stream)
+        return stream
+
+    async def _end(self) -> None:
+        """However it ends: whoever is still at work is stopped, and what the turn has cost is charged."""
+        answers = self._answers
+        try:
+            async with aclosing(answers):
+                for takeover in self._takeovers:
+                    await takeover.aclose()
+        finally:
+            read, written = answers.num_read_once, answers.num_written
+            await self._parts.spent(self._turn.tenant, read, written, by_tier=answers.by_tier)
 
     async def _read_out(self, stream: Stream) -> Stream:
         """Reads an answer that is told in one piece. One that breaks off, or stops before its end, has not been told

@@ -37,7 +37,7 @@ class Deadline:
         return Deadline(self.at - reserve_s, self.clock)
 
     def earlier(self, other: Deadline) -> Deadline:
-        return min(self, other, key=lambda deadline: deadline.at)
+        return self if self.at <= other.at else other
 
     async def bound(self, what: str, awaitable: Awaitable[T]) -> T:
         """Waits until the deadline at most; then cancels and raises `DeadlineExceeded`."""

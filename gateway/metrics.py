@@ -10,8 +10,11 @@ what is configured, else to `other`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.breaker import State
 from gateway.turn import Report
@@ -29,6 +32,8 @@ CONFIDENCE_BUCKETS = (
     *(0.1, 0.25, 0.5, 0.75, 0.9, 1.0),  # of probabilities
 )
 OTHER = "other"
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 
 class Metrics:
@@ -95,6 +100,7 @@ class Metrics:
         for target in (worker_id, f"{worker_id}/transfer"):
             for of_target in (self.circuit_state, self.circuit_transitions, self.worker_restarts):
                 of_target.remove_by_labels({"target": target})
+                of_target.labels.cache_clear()  # type: ignore[union-attr]
 
     def began(self, report: Report, overhead_ms: float) -> None:
         """The first token is there."""
@@ -130,10 +136,16 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"kvrelay_{name}", what, labels, registry=self.registry)
+        return _kept(Counter(f"kvrelay_{name}", what, labels, registry=self.registry))
 
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
-        return Gauge(f"kvrelay_{name}", what, labels, registry=self.registry)
+        return _kept(Gauge(f"kvrelay_{name}", what, labels, registry=self.registry))
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"kvrelay_{name}", what, labels, buckets=buckets, registry=self.registry)
+        return _kept(Histogram(f"kvrelay_{name}", what, labels, buckets=buckets, registry=self.registry))
+
+
+def _kept(metric: M) -> M:
+    """What `labels` has made it finds again by the values as they come: a request asks for ten."""
+    metric.labels = cache(metric.labels)  # type: ignore[method-assign]
+    return metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import structlog
@@ -119,12 +119,13 @@ def _too_large(num_bytes: int, most: int) -> RequestTooLarge:
     return RequestTooLarge(f"a body of {num_bytes} bytes; at most {most} are allowed")
 
 
-@contextmanager
-def _traced(scope: Scope) -> Iterator[None]:
+def _traced(scope: Scope) -> AbstractContextManager[None]:
     """A span over the request, which tells in the end who answered it."""
-    if not tracing.is_on() or scope["path"] in UNMETERED:
-        yield
-        return
+    return _span(scope) if tracing.is_on() and scope["path"] not in UNMETERED else tracing.NOTHING
+
+
+@contextmanager
+def _span(scope: Scope) -> Iterator[None]:
     state = scope["state"]
     with tracing.span("request", incoming=Headers(scope=scope)):
         yield

@@ -27,9 +27,12 @@ MAX_ASKED = 256  # of one chain at once; a conversation grows by a few messages 
 
 def canonical(message: Message) -> bytes:
     """The message as every client writes it alike: keys sorted, text parts joined, no nulls and empties, no mark."""
-    fields = message.plain
-    fields["content"] = message.text
-    kept = {key: value for key, value in fields.items() if key != MARK and value not in ("", [], {})}
+    return _canonical(message.plain, message.text)
+
+
+def _canonical(fields: dict[str, Any], text: str) -> bytes:
+    told = (fields | {"content": text}).items()
+    kept = {key: value for key, value in told if key != MARK and value not in ("", [], {})}
     return orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)
 
 
@@ -47,11 +50,13 @@ class Chain:
         seed = orjson.dumps({"model": model, "tools": tools or []}, option=orjson.OPT_SORT_KEYS)
         links = [mac.over(SEED + b"|" + seed)]
         for message in messages:
-            links.append(_next(mac, links[-1], message))
+            links.append(_next(mac, links[-1], canonical(message)))
         return cls(mac, tuple(links))
 
-    def extended(self, message: Message) -> Chain:
-        return Chain(self.mac, (*self.hashes, _next(self.mac, self.hashes[-1], message)))
+    def extended(self, reply: dict[str, Any]) -> Chain:
+        """By an assistant's message, as the OpenAI API writes it; `canonical` of what the client will send back."""
+        link = _next(self.mac, self.hashes[-1], _canonical(reply, reply["content"] or ""))
+        return Chain(self.mac, (*self.hashes, link))
 
     @property
     def num_messages(self) -> int:
@@ -84,8 +89,8 @@ def mac_of(salt: str) -> Mac:
     return Mac(bytes.fromhex(salt))
 
 
-def _next(mac: Mac, before: str, message: Message) -> str:
-    return mac.over(bytes.fromhex(before) + b"|" + canonical(message))
+def _next(mac: Mac, before: str, content: bytes) -> str:
+    return mac.over(bytes.fromhex(before) + b"|" + content)
 
 
 def num_stable(messages: Sequence[Message]) -> int:

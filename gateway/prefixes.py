@@ -81,7 +81,7 @@ class Prefixes:
         hashes = known.chain.hashes
         counts = {}
         if turn.request.is_chat:
-            counts[known.chain.extended(stream.answer.as_turn).hashes[-1]] = usage.num_tokens
+            counts[known.chain.extended(stream.answer.message).hashes[-1]] = usage.num_tokens
         if usage.provenance == "exact":
             counts[hashes[-1]] = stream.answer.num_prompt_tokens
             if turn.num_stable and usage.stable_tokens:

@@ -60,8 +60,11 @@ def new_key() -> str:
 
 
 def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path) -> Start:
-    """Registry, policy, keys, metrics, audit lines and prefix hash: all that is on by default is on."""
-    secret = folder / "secret"
+    """Registry, policy, keys, metrics, audit lines and prefix hash: all that is on by default is on. Its log is not
+    written into the folder of its configuration, which it watches."""
+    own = folder / "config"
+    own.mkdir()
+    secret = own / "secret"
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o600)
     values = {
@@ -73,7 +76,7 @@ def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path) -
         "server": {"port": port},
         "secret_file": "secret",
     }
-    config = _written(folder / "kvrelay.yaml", values)
+    config = _written(own / "kvrelay.yaml", values)
     python = str(binaries / Path(sys.executable).name)
     return Start([python, "-m", "gateway", "--config", str(config)], "/readyz", {"PYTHONPATH": str(ROOT)})
 

@@ -32,7 +32,7 @@ def test_a_longer_conversation_extends_the_chain_of_the_shorter() -> None:
 
 def test_extending_is_the_same_as_hashing_the_whole() -> None:
     chain = Chain.over(messages(*CONVERSATION[:3]), model="m", tools=None, salt=SALT)
-    assert chain.extended(messages(CONVERSATION[3])[0]).hashes == hashes(*CONVERSATION)
+    assert chain.extended(CONVERSATION[3]).hashes == hashes(*CONVERSATION)
 
 
 def test_longest_first_and_never_the_empty_beginning() -> None:
