@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mappers.stats import Moments
 
 EVERY_S = 300.0
 PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")
-COUNTS = ("count", "mass", "squares", "resolution")  # of moments that float64 products alone went into, the first three
+COUNTS = ("count", "mass", "squares", "resolution")  # older files lack the last: theirs are float64 products
 ROWS = ("x", "y", "weights")
 
 
@@ -73,10 +73,11 @@ class Saved:
 
     def fill(self, gathered: Sequence[Gathered]) -> None:
         """Put what was gathered back into empty ones of the same shapes."""
-        for index, (each, counts) in enumerate(zip(gathered, self.facts["counts"], strict=True)):
+        num_batches = self.facts.get("batches", [0] * len(gathered))  # older files hold moments alone
+        for index, (each, counts, num) in enumerate(zip(gathered, self.facts["counts"], num_batches, strict=True)):
             if counts:
                 self._fill_moments(each.fold(), index, counts)
-            for batch in range(self.facts["batches"][index] if "batches" in self.facts else 0):
+            for batch in range(num):
                 each.update(*(self.tensors[f"{index}.{batch}.{part}"] for part in ROWS))
 
     def _fill_moments(self, moments: Moments, index: int, counts: Sequence[float]) -> None:
@@ -92,8 +93,26 @@ class Saved:
             raise CheckpointMismatch(f"the checkpoint's first {self.num_documents} documents are others than these")
 
 
+class _OnDisk(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for: all of them would be as much as what they are put into."""
+
+    def __init__(self, path: Path, names: Sequence[str]):
+        self._path, self._names = path, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safetensors.safe_open(self._path, "pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Checkpoint:
-    """A file that holds a fit's statistics, to the last document if it is to be kept (`keep`).
+    """A file that holds a fit's statistics and the rows that are not yet part of them, to the last document if it is to
+    be kept (`keep`); readable by its owner alone.
 
     `settings` are those of the fit: a file of other ones is refused.
     """
@@ -115,7 +134,7 @@ class Checkpoint:
             with safetensors.safe_open(self.path, "pt") as file:
                 facts = json.loads(file.metadata()["kvrelay"])
                 self._check(facts["settings"])
-                return Saved({name: file.get_tensor(name) for name in file.keys()}, facts)  # noqa: SIM118
+                return Saved(_OnDisk(self.path, list(file.keys())), facts)
         except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointMismatch):
                 raise
@@ -128,6 +147,7 @@ class Checkpoint:
         scratch = self.path.with_name(f"{self.path.name}.new")  # one name: a kill leaves one file at most
         try:
             save_file(dict(saved.tensors), scratch, {"kvrelay": facts})
+            scratch.chmod(0o600)  # rows of a cache tell what was read
             scratch.replace(self.path)
         finally:
             scratch.unlink(missing_ok=True)

@@ -86,6 +86,7 @@ def test_what_was_gathered_goes_on_to_the_last_bit(tmp_path: Path, is_folded: bo
         gathered.update(x[BATCH : 2 * BATCH + 300], y[BATCH : 2 * BATCH + 300], weights[BATCH : 2 * BATCH + 300])
     checkpoint = Checkpoint(tmp_path / "partial", {})
     checkpoint.save(Saved.of([begun], CopyFinder({}), 1, 2, "0"))
+    assert checkpoint.path.stat().st_mode & 0o777 == 0o600
     saved = checkpoint.load()
     assert saved is not None
     saved.fill([resumed])
