@@ -6,22 +6,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from gateway.gathered import Chunk
+from workers.api.client import Chunks
 from workers.api.errors import WorkerUnavailable
 
 
-async def as_chat(pieces: AsyncGenerator[list[Chunk], None]) -> AsyncGenerator[list[Chunk], None]:
-    """Raises `WorkerUnavailable` for a chunk that is none."""
-    async with aclosing(pieces):
-        async for chunks in pieces:
-            try:
-                yield [chunk | {"choices": list(map(_as_chat_choice, chunk.get("choices") or ()))} for chunk in chunks]
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise WorkerUnavailable(f"the worker sent a chunk that is none ({type(error).__name__})") from error
+class ChatChunks:
+    """Those of a text completion, as a chat's."""
+
+    def __init__(self, chunks: Chunks):
+        self._chunks = chunks
+
+    @property
+    def has_ended(self) -> bool:
+        return self._chunks.has_ended
+
+    async def read(self) -> list[Chunk]:
+        """Raises `WorkerUnavailable` for a chunk that is none."""
+        chunks = await self._chunks.read()
+        try:
+            return [chunk | {"choices": list(map(_as_chat_choice, chunk.get("choices") or ()))} for chunk in chunks]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WorkerUnavailable(f"the worker sent a chunk that is none ({type(error).__name__})") from error
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
 
 
 def as_text_logprobs(tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,9 +17,9 @@ from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
 from gateway.policies import Token
 from gateway.settings import Deadlines
-from gateway.texts import as_chat
+from gateway.texts import ChatChunks
 from workers.api import tracing
-from workers.api.client import WorkerClient
+from workers.api.client import Chunks, WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import (
     KVUsage,
@@ -186,10 +186,10 @@ class Worker:
             raise
         return stream
 
-    def _chunks(self, question: Question, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
+    def _chunks(self, question: Question, timeout_s: float) -> Chunks | ChatChunks:
         if question.is_chat:
             return self.client.chat_stream(question.fields, timeout_s=timeout_s)
-        return as_chat(self.client.completion_stream(question.fields, timeout_s=timeout_s))
+        return ChatChunks(self.client.completion_stream(question.fields, timeout_s=timeout_s))
 
     def note_usage(self, usage: KVUsage, num_prompt_tokens: int) -> None:
         self.note_epoch(usage.epoch)
@@ -256,13 +256,10 @@ class Stream:
     What has been read ahead (to see that there is an answer, or to judge it) is held, and given out in order.
     """
 
-    def __init__(
-        self, worker: Worker, chunks: AsyncGenerator[list[Chunk], None], admission: Admission, deadline: Deadline
-    ):
+    def __init__(self, worker: Worker, chunks: Chunks | ChatChunks, admission: Admission, deadline: Deadline):
         self.worker = worker
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
         self.last_at = 0.0  # when something came last
-        self.has_ended = False
         self.max_gap_s: float | None = None  # between two chunks; None: up to the deadline
         self.answer = Gathered()
         self._chunks = chunks
@@ -272,6 +269,10 @@ class Stream:
         self._arrived: deque[Chunk] = deque()  # together with the latest that was read
         self._held: list[Chunk] = []
         self._is_closed = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._chunks.has_ended and not self._arrived
 
     async def start(self, by: Deadline) -> None:
         """Reads until the first content has arrived (or the end: an answer may be empty)."""
@@ -331,15 +332,12 @@ class Stream:
         except KvrelayError as error:
             await self.aclose(error)
             raise
+        if self.has_ended:
+            await self.aclose()  # its place is free, whatever becomes of the answer
 
     async def _wait(self, by: Deadline) -> None:
-        chunks = await by.earlier(self._deadline).bound("the answer", anext(self._chunks, None))
+        self._arrived.extend(await by.earlier(self._deadline).bound("the answer", self._chunks.read()))
         self.last_at = time.monotonic()
-        if chunks is None:
-            self.has_ended = True
-            await self.aclose()  # its place is free, whatever becomes of the answer
-        else:
-            self._arrived.extend(chunks)
 
     def _take(self, most: int) -> None:
         """What comes before a chunk that is none is told first."""

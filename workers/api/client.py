@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -109,60 +109,36 @@ class WorkerClient:
             raise WorkerUnavailable("worker answered with something that is not a chat completion")
         return reply
 
-    def completion_stream(
-        self, request: CompletionRequest | Fields, *, timeout_s: float
-    ) -> AsyncGenerator[list[Chunk], None]:
+    def completion_stream(self, request: CompletionRequest | Fields, *, timeout_s: float) -> Chunks:
         """The chunks of a streamed text completion; else as `chat_stream`."""
-        return self._stream("/v1/completions", request, timeout_s)
+        return Chunks(self, "/v1/completions", request, timeout_s)
 
-    def chat_stream(self, request: ChatRequest | Fields, *, timeout_s: float) -> AsyncGenerator[list[Chunk], None]:
-        """The chunks of a streamed chat completion, as many at a time as came together; `KVUsage` stands in the last
-        one's `kv_transfer_params`.
-
-        An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
-        taken for a whole one. Closing the iterator hangs up, which stops the worker.
-        """
-        return self._stream("/v1/chat/completions", request, timeout_s)
-
-    async def _stream(
-        self, path: str, request: BaseModel | Fields, timeout_s: float
-    ) -> AsyncGenerator[list[Chunk], None]:
-        frames = Frames()
-        try:
-            async with self._asked("POST", path, request, timeout_s) as answer:
-                if answer.status != 200:
-                    raise from_reply(answer.status, _json(await answer.whole()), answer.retry_after)
-                while data := await answer.read():  # after [DONE] too: hanging up there would look like a client's
-                    if chunks := frames.add(data):
-                        yield chunks
-                    if frames.error is not None:
-                        raise frames.error
-        except WireError as error:
-            if not frames.are_whole:
-                raise self._failed(error, path, timeout_s) from error
-        if not frames.are_whole:
-            raise WorkerUnavailable(f"worker at {self.url} ended its stream without [DONE]")
+    def chat_stream(self, request: ChatRequest | Fields, *, timeout_s: float) -> Chunks:
+        """The chunks of a streamed chat completion; `KVUsage` stands in the last one's `kv_transfer_params`."""
+        return Chunks(self, "/v1/chat/completions", request, timeout_s)
 
     async def _call(self, method: str, path: str, request: BaseModel | None, timeout_s: float) -> Any:
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left to call {path}")
         try:
-            async with self._asked(method, path, request, timeout_s) as answer:
+            async with self.asked(method, path, request, timeout_s) as answer:
                 reply = _json(await answer.whole())
         except WireError as error:
-            raise self._failed(error, path, timeout_s) from error
+            raise self.failed(error, path, timeout_s) from error
         if answer.status >= 400:
             raise from_reply(answer.status, reply, answer.retry_after)
         return reply
 
-    def _asked(
+    def asked(
         self, method: str, path: str, request: BaseModel | Fields | None, timeout_s: float
     ) -> AbstractAsyncContextManager[Answer]:
+        """A call, made where the block begins. Raises `WireError`, in the block too."""
         body = b"" if request is None else _written(request)
         connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), trail.headers()
         return self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
 
-    def _failed(self, error: WireError, path: str, timeout_s: float) -> KvrelayError:
+    def failed(self, error: WireError, path: str, timeout_s: float) -> KvrelayError:
+        """What a wire's error means."""
         if isinstance(error, BadPath):
             return InvalidRequest(f"{self.url}{path} is not a URL")
         if isinstance(error, Silent):
@@ -170,6 +146,64 @@ class WorkerClient:
         if isinstance(error, Unreachable):
             return WorkerUnavailable(f"worker at {self.url} is not reachable: {error}")
         return WorkerUnavailable(f"worker at {self.url} broke off: {error}")
+
+
+class Chunks:
+    """The chunks of an answer under way, as many at a time as came together. The call is made when they are first asked
+    for. Who asks closes: before the end that hangs up, which stops the worker.
+
+    An error frame is raised. A stream that ends without `[DONE]` raises `WorkerUnavailable`: a cut answer is never
+    taken for a whole one.
+    """
+
+    def __init__(self, client: WorkerClient, path: str, request: BaseModel | Fields, timeout_s: float):
+        self.has_ended = False
+        self._client = client
+        self._path = path
+        self._request = request
+        self._timeout_s = timeout_s
+        self._frames = Frames()
+        self._call: AbstractAsyncContextManager[Answer] | None = None
+        self._answer: Answer | None = None
+
+    async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
+        try:
+            while chunks := await self.read():
+                yield chunks
+        finally:
+            await self.aclose()
+
+    async def read(self) -> list[Chunk]:
+        """The next ones; none at the end."""
+        chunks: list[Chunk] = []
+        try:
+            answer = self._answer or await self._begun()
+            while not self.has_ended and (not chunks or self._frames.are_whole):
+                if self._frames.error is not None:
+                    raise self._frames.error
+                data = await answer.read()  # after [DONE] too: hanging up there would look like a client's
+                self.has_ended = not data
+                chunks += self._frames.add(data)
+        except WireError as error:
+            if not self._frames.are_whole:
+                raise self._client.failed(error, self._path, self._timeout_s) from error
+            self.has_ended = True
+        if self.has_ended and not self._frames.are_whole:
+            raise WorkerUnavailable(f"worker at {self._client.url} ended its stream without [DONE]")
+        return chunks
+
+    async def aclose(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            await call.__aexit__(None, None, None)
+
+    async def _begun(self) -> Answer:
+        call = self._client.asked("POST", self._path, self._request, self._timeout_s)
+        answer = self._answer = await call.__aenter__()
+        self._call = call
+        if answer.status != 200:
+            raise from_reply(answer.status, _json(await answer.whole()), answer.retry_after)
+        return answer
 
 
 class Frames:

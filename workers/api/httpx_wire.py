@@ -47,7 +47,8 @@ class HttpxAnswer(Answer):
         self._pieces = reply.aiter_bytes()
 
     async def read(self) -> bytes:
-        return await anext(self._pieces, b"")
+        with translated():
+            return await anext(self._pieces, b"")
 
 
 @contextmanager
