@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -27,6 +26,8 @@ from gateway.settings import ServerSettings, Settings, load, read_secret
 from workers.api import tracing
 from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
 from workers.api.trail import add_request_id
+
+OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,12 +77,32 @@ def _settings(asked: argparse.Namespace) -> Settings:
 def _log_to_stderr() -> Lines:
     lines = Lines(sys.stderr.buffer)
     structlog.configure(
-        processors=[add_request_id, _line],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=LineLogger,  # type: ignore[arg-type]  # nothing is ever bound
         logger_factory=lambda *names: lines,
         cache_logger_on_first_use=True,
     )
     return lines
+
+
+class LineLogger:
+    """A structlog logger with nothing bound to it, and no processors: a line is made in one step, as a request has
+    several."""
+
+    def __init__(self, lines: Lines, processors: object, context: object):
+        self._lines = lines
+
+    def info(self, event: str, **told: Any) -> None:
+        self._add("info", event, told)
+
+    def warning(self, event: str, **told: Any) -> None:
+        self._add("warning", event, told)
+
+    def error(self, event: str, **told: Any) -> None:
+        self._add("error", event, told)
+
+    def _add(self, level: str, event: str, told: dict[str, Any]) -> None:
+        line = add_request_id(None, level, {"event": event, **told, "level": level, "timestamp": datetime.now(UTC)})
+        self._lines.add(orjson.dumps(line, default=repr, option=OPTIONS))
 
 
 class Lines:
@@ -91,8 +112,8 @@ class Lines:
         self._file = file
         self._waiting: list[bytes] = []
 
-    def info(self, line: bytes) -> None:
-        self._waiting.append(line + b"\n")
+    def add(self, line: bytes) -> None:
+        self._waiting.append(line)
         if len(self._waiting) > 1:
             return
         try:
@@ -100,19 +121,11 @@ class Lines:
         except RuntimeError:
             self.flush()
 
-    warning = error = info
-
     def flush(self) -> None:
         if self._waiting:
             self._file.write(b"".join(self._waiting))
             self._file.flush()
             self._waiting.clear()
-
-
-def _line(logger: Any, level: str, event: structlog.typing.EventDict) -> bytes:
-    """Level, time and JSON in one: a request has several lines."""
-    told = {**event, "level": level, "timestamp": datetime.now(UTC)}
-    return orjson.dumps(told, default=repr, option=orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS)
 
 
 if __name__ == "__main__":

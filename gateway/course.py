@@ -56,7 +56,7 @@ class Course:
     target: Tier
 
     def aimed_at(self, target: Tier) -> Course:
-        return replace(self, target=target)
+        return self if target is self.target else replace(self, target=target)
 
     @property
     def is_judged(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TypeVar
 
 import httpx
@@ -167,7 +168,7 @@ class Fleet:
                 return tier
         raise ModelNotFound(f"unknown model {model[:80]!r}; known: {', '.join(self.model_names)}", param="model")
 
-    @property
+    @cached_property
     def model_names(self) -> list[str]:
         return self.names_of(self.names)
 

@@ -117,5 +117,7 @@ def plain(message: Message) -> Message:
 
 
 def _is_marked(message: Message) -> bool:
-    holders = [message, *(message.content if isinstance(message.content, list) else [])]
-    return any((holder.model_extra or {}).get(MARK) for holder in holders)
+    parts = message.content if isinstance(message.content, list) else ()
+    return bool(message.model_extra and message.model_extra.get(MARK)) or any(
+        part.model_extra and part.model_extra.get(MARK) for part in parts
+    )
