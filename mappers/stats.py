@@ -25,13 +25,15 @@ RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of 
 class Rows:
     """Rows x (n, p) and y (n, q), each less the means (p,), (q,) of all and times the root of its weight.
 
-    `mass` is the sum of the weights, `squares` that of their squares; means are float64.
+    `yy` (q,) sums up the squares of y; `mass` is the sum of the weights, `squares` that of their squares. All of these
+    are float64.
     """
 
     x: Tensor
     y: Tensor
     mean_x: Tensor
     mean_y: Tensor
+    yy: Tensor
     mass: float
     squares: float
 
@@ -39,7 +41,8 @@ class Rows:
     def centred(cls, x: Tensor, y: Tensor, weights: Tensor) -> Rows:
         """Those of raw rows (n, ...), n > 0, which are overwritten, with float64 weights (n,)."""
         mean_x, mean_y = _centre(x, weights), _centre(y, weights)
-        return cls(x, y, mean_x, mean_y, float(weights.sum()), float(weights.square().sum()))
+        yy = y.square().sum(0).double()
+        return cls(x, y, mean_x, mean_y, yy, float(weights.sum()), float(weights.square().sum()))
 
     @property
     def count(self) -> int:
@@ -48,7 +51,9 @@ class Rows:
     def select(self, features: Tensor, targets: Tensor | None = None) -> Rows:
         """Some columns, by index; all targets if none are named."""
         part = replace(self, x=taken(self.x, features), mean_x=self.mean_x[features])
-        return part if targets is None else replace(part, y=taken(self.y, targets), mean_y=self.mean_y[targets])
+        if targets is None:
+            return part
+        return replace(part, y=taken(self.y, targets), mean_y=self.mean_y[targets], yy=self.yy[targets])
 
 
 class Moments:
@@ -111,7 +116,7 @@ class Moments:
             ):
                 whole += left @ right
                 whole.addr_(dx[strip], shift, alpha=apart)
-        self.yy += rows.y.square().sum(0) + apart * dy.square()
+        self.yy += rows.yy + apart * dy.square()
         self.resolution = max(self.resolution, RESOLUTION[rows.x.dtype])
         self._shift_means(rows)
 
@@ -162,11 +167,9 @@ class Moments:
         return part
 
     def _shift_means(self, other: Moments | Rows) -> None:
-        self.count, self.squares, self.mass = (
-            self.count + other.count,
-            self.squares + other.squares,
-            self.mass + other.mass,
-        )
+        self.count += other.count
+        self.squares += other.squares
+        self.mass += other.mass
         self.mean_x += (other.mean_x - self.mean_x) * (other.mass / self.mass)
         self.mean_y += (other.mean_y - self.mean_y) * (other.mass / self.mass)
 
