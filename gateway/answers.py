@@ -25,11 +25,13 @@ class Answers:
         self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
         self._course = course
         self._streams: list[Stream] = []
-        self._opened = AsyncExitStack()
 
     async def aclose(self) -> None:
         """Hangs up on whatever worker is still at one."""
-        await self._opened.aclose()
+        if under_way := [stream for stream in self._streams if not stream.is_closed]:
+            async with AsyncExitStack() as closing:
+                for stream in under_way:
+                    closing.push_async_callback(stream.aclose)
 
     async def open(
         self,
@@ -82,7 +84,6 @@ class Answers:
     ) -> Stream:
         stream = await worker.open_answer(request, first_by=first_by, deadline=deadline, patience=patience)
         self._streams.append(stream)
-        self._opened.push_async_callback(stream.aclose)
         return stream
 
     def _request(self, cache_id: str | None, judged: bool) -> Question:

@@ -227,7 +227,8 @@ class Fleet:
             tier,
             max_running=self._settings.limits.max_concurrency_per_tier,
             max_waiting=self._settings.limits.max_queue_per_tier,
-            on_change=self._metrics.tier_load(tier),
+            on_running=self._metrics.num_requests_running.labels(tier).set,
+            on_waiting=self._metrics.num_requests_waiting.labels(tier).set,
         )
 
     def _tier(self, tier: TierSettings) -> Tier:

@@ -20,12 +20,14 @@ class Gate:
         *,
         max_running: int,
         max_waiting: int,
-        on_change: Callable[[int, int], None] = lambda running, waiting: None,
+        on_running: Callable[[int], None] = lambda num_running: None,
+        on_waiting: Callable[[int], None] = lambda num_waiting: None,
     ):
         self._name = name
         self._slots = asyncio.Semaphore(max_running)
         self._max_waiting = max_waiting
-        self._on_change = on_change
+        self._on_running = on_running
+        self._on_waiting = on_waiting
         self._running = 0
         self._waiting = 0
 
@@ -35,22 +37,24 @@ class Gate:
             await self._wait(deadline)
         else:
             await self._slots.acquire()
-        self._count(running=1)
+        self._running += 1
+        self._on_running(self._running)
 
     def leave(self) -> None:
         self._slots.release()
-        self._count(running=-1)
+        self._running -= 1
+        self._on_running(self._running)
 
     @contextmanager
     def queued(self) -> Iterator[None]:
         """One of those that wait, for whatever it is. Raises `Overloaded` where they are too many."""
         if self._waiting >= self._max_waiting:
             raise Overloaded(f"the {self._name} tier's queue of {self._max_waiting} is full", retry_after_s=1.0)
-        self._count(waiting=1)
+        self._count_waiting(1)
         try:
             yield
         finally:
-            self._count(waiting=-1)
+            self._count_waiting(-1)
 
     async def _wait(self, deadline: Deadline) -> None:
         with self.queued():
@@ -59,10 +63,9 @@ class Gate:
             except DeadlineExceeded as error:
                 raise Overloaded(f"no place in the {self._name} tier came free in time", retry_after_s=2.0) from error
 
-    def _count(self, running: int = 0, waiting: int = 0) -> None:
-        self._running += running
-        self._waiting += waiting
-        self._on_change(self._running, self._waiting)
+    def _count_waiting(self, change: int) -> None:
+        self._waiting += change
+        self._on_waiting(self._waiting)
 
 
 class Shares:

@@ -9,7 +9,6 @@ what is configured, else to `other`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
@@ -118,16 +117,6 @@ class Metrics:
         self.handoffs.labels("ok").inc()
         self.handoff_duration.observe(took_s)
         self.prefill_seconds_saved.inc(max(0.0, prefill_s - took_s))
-
-    def tier_load(self, tier: str) -> Callable[[int, int], None]:
-        """What is told how many calls run and wait."""
-        running, waiting = self.num_requests_running.labels(tier), self.num_requests_waiting.labels(tier)
-
-        def changed(num_running: int, num_waiting: int) -> None:
-            running.set(num_running)
-            waiting.set(num_waiting)
-
-        return changed
 
     def registry_op(self, op: str, result: str) -> None:
         self.registry_ops.labels(op, result).inc()

@@ -47,8 +47,7 @@ class Chain:
     def over(cls, messages: Sequence[Message], *, model: str, tools: list[dict[str, Any]] | None, salt: str) -> Chain:
         """Raises `ValueError` (orjson's) where tools are nested too deep to be written down."""
         mac = mac_of(salt)
-        seed = orjson.dumps({"model": model, "tools": tools or []}, option=orjson.OPT_SORT_KEYS)
-        links = [mac.over(SEED + b"|" + seed)]
+        links = [_first(mac, model, tools) if tools else _without_tools(mac, model)]
         for message in messages:
             links.append(_next(mac, links[-1], canonical(message)))
         return cls(mac, tuple(links))
@@ -87,6 +86,15 @@ class Mac:
 def mac_of(salt: str) -> Mac:
     """Of a tenant."""
     return Mac(bytes.fromhex(salt))
+
+
+def _first(mac: Mac, model: str, tools: list[dict[str, Any]]) -> str:
+    return mac.over(SEED + b"|" + orjson.dumps({"model": model, "tools": tools}, option=orjson.OPT_SORT_KEYS))
+
+
+@lru_cache(maxsize=1024)
+def _without_tools(mac: Mac, model: str) -> str:
+    return _first(mac, model, [])
 
 
 def _next(mac: Mac, before: str, content: bytes) -> str:

@@ -268,7 +268,7 @@ class Stream:
         self._deadline = deadline
         self._arrived: deque[Chunk] = deque()  # together with the latest that was read
         self._held: list[Chunk] = []
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def has_ended(self) -> bool:
@@ -314,9 +314,9 @@ class Stream:
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """Hangs up where the answer is not yet whole, and gives the place back; `error` is what ended it."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         try:
             await self._chunks.aclose()
         finally:

@@ -27,8 +27,9 @@ async def hold(gate: Gate, release: asyncio.Event, within_s: float = 5.0) -> Non
 
 
 async def test_so_many_run_so_many_wait_the_rest_is_told_to_come_again() -> None:
-    counts: list[tuple[int, int]] = []
-    gate = Gate("large", max_running=1, max_waiting=1, on_change=lambda *now: counts.append(now))
+    running: list[int] = []
+    waiting: list[int] = []
+    gate = Gate("large", max_running=1, max_waiting=1, on_running=running.append, on_waiting=waiting.append)
     release = asyncio.Event()
     tasks = [asyncio.create_task(hold(gate, release)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -37,8 +38,8 @@ async def test_so_many_run_so_many_wait_the_rest_is_told_to_come_again() -> None
     assert refused.value.retry_after_s is not None
     release.set()
     await asyncio.gather(*tasks)
-    assert counts[-1] == (0, 0)
-    assert max(running for running, _ in counts) == 1
+    assert (running[-1], waiting[-1]) == (0, 0)
+    assert max(running) == max(waiting) == 1
 
 
 async def test_nobody_waits_longer_than_its_deadline() -> None:
