@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from mappers.plan import Workspace, outputs_of
 from mappers.rope import TOLERANCE, Rope
 
 Sink = Callable[[int, Tensor, Tensor], None]
+TogetherSink = Callable[[int, Tensor], None]
 
 
 class Mapper:
@@ -85,22 +86,36 @@ class Mapper:
         objection = self.gate(**bounds).objection(self.manifest.evaluation)
         return f"bundle {self.bundle_id}: {objection}" if objection else None
 
-    @torch.no_grad()
-    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
-        """Map one chunk of tokens and hand it out target layer by target layer; without `copies`, all but the layers in
-        `manifest.copies`, for whoever takes those from the source.
+    def map_into(self, chunk: KVSource, sink: Sink) -> None:
+        """Map one chunk of tokens and hand it out target layer by target layer.
 
-        `sink(layer, keys, values)` gets tensors (H, T, D), keys post-RoPE at the chunk's own positions. They are views
-        of scratch or of the source, in no promised dtype or memory order, and valid only until `sink` returns.
-        Raises `GeometryMismatch` for a chunk of another shape.
+        `sink(layer, keys, values)` gets float32 views (H, T, D) of scratch, keys post-RoPE at the chunk's own
+        positions, valid only until `sink` returns. Raises `GeometryMismatch` for a chunk of another shape.
+        """
+
+        def each(first: int, states: Tensor) -> None:
+            for layer, (keys, values) in enumerate(states.transpose(2, 3), first):
+                sink(layer, keys, values)
+
+        self.map_together(chunk, each)
+
+    @torch.no_grad()
+    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
+        """The same, but neighbouring layers together, as many as find room in scratch: on a CPU, writing them at once
+        takes less than half the time. `sink(first, states)` gets the layers from `first` on: (n, 2, T, H, D), keys and
+        values. Without `copies`, the layers in `manifest.copies` are left to whoever takes them from the source.
         """
         if chunk.geometry != self.manifest.source.geometry:
             raise GeometryMismatch(f"{chunk.geometry}; this map takes {self.manifest.source.geometry}")
         left_out = {} if copies else self.manifest.copies
         work = self._workspace().begin(chunk, self.source_rope, self.target_rope)
-        for layer, (keys, values) in enumerate(self._outputs):
-            if layer not in left_out:
-                sink(layer, keys.of(work), values.of(work))
+        wanted = [layer for layer in range(len(self._outputs)) if layer not in left_out]
+        for layers in _neighbours(wanted, len(work.rooms)):
+            rooms = work.rooms[: len(layers)]
+            for layer, room in zip(layers, rooms, strict=True):
+                for output, half in zip(self._outputs[layer], room, strict=True):
+                    output.make(work, half)
+            sink(layers[0], rooms)
 
     def map(self, source: KVCache) -> KVCache:
         """The target's cache of the same tokens at the same positions."""
@@ -108,8 +123,8 @@ class Mapper:
         values: list[Tensor] = []
 
         def keep(layer: int, key: Tensor, value: Tensor) -> None:
-            keys.append(key.float().clone())
-            values.append(value.float().clone())
+            keys.append(key.clone())
+            values.append(value.clone())
 
         self.map_into(source, keep)
         return KVCache(tuple(keys), tuple(values), source.start)
@@ -124,6 +139,18 @@ class Mapper:
             self._local.workspace = Workspace(self.manifest, self.device)
         workspace: Workspace = self._local.workspace
         return workspace
+
+
+def _neighbours(layers: Iterable[int], most: int) -> Iterator[list[int]]:
+    """Runs of layers that follow one another, none longer than `most`."""
+    run: list[int] = []
+    for layer in layers:
+        if run and (layer != run[-1] + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append(layer)
+    if run:
+        yield run
 
 
 def ropes_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> tuple[Rope, Rope]:

@@ -3,7 +3,7 @@
     source chunk ──strip──►  keys   │  features: a block for each key layer, then for each value layer, that is needed
                  ──copy───►  values │  side by side (T, C), or for weights matched by heads head after head (n, T, D)
     target layer t:  out (T, W) = bias + Σ over runs of neighbouring blocks: features[:, run] @ weight
-                     keys: RoPE applied;  both handed out as (H, T, D) views of token-major memory
+                     keys: RoPE applied;  as many neighbouring layers as find room are handed out together
 
 Neighbouring source layers are one matmul on a slice, so features are never gathered. A factored weight is two thin
 matmuls. One matched by heads is small ones, from a source head to the neighbouring target heads that share it; they run
@@ -14,7 +14,7 @@ all sums are float32. Scratch is bounded by the chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -29,6 +29,7 @@ from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec
 from mappers.rope import Factors, Rope, inverse, rotate
 
 Form = Literal["whole", "by_head"]  # of the features
+MADE_BYTES = 8 * 2**20  # for layers that are handed out together: one at least, and no more than a cache holds
 
 
 class Workspace:
@@ -40,12 +41,13 @@ class Workspace:
         self._device = device
         self._num_tokens = 0
         self._buffers: dict[str, Tensor] = {}
+        self._made = torch.empty(0)
 
     def begin(self, chunk: KVSource, source_rope: Rope, target_rope: Rope) -> Chunk:
         """Strip and lay out one chunk of the source's cache."""
         if chunk.num_tokens > self._num_tokens:
             self._allocate(chunk.num_tokens)
-        work = Chunk(chunk, {name: buffer[: chunk.num_tokens] for name, buffer in self._buffers.items()})
+        work = Chunk(chunk, {name: buffer[: chunk.num_tokens] for name, buffer in self._buffers.items()}, self._made)
         span = (chunk.start, chunk.num_tokens, self._device)
         strip = [inverse(*factors) for factors in source_rope.span(*span)]
         work.set_ropes(_by_layer(strip, source_rope), _by_layer(target_rope.span(*span), target_rope))
@@ -55,7 +57,7 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._made.nbytes + sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _allocate(self, num_tokens: int) -> None:
         def empty(*shape: int) -> Tensor:
@@ -63,27 +65,29 @@ class Workspace:
 
         source, target = self._source, self._target
         heads = {form: len(blocks) * source.num_kv_heads for form, blocks in self._blocks.items()}
-        out = (num_tokens, target.num_kv_heads, target.head_dim)
+        layer = 2 * num_tokens * target.width
+        self._made = empty(max(layer, min(layer * target.num_layers, MADE_BYTES // 4)))
         self._buffers = {
             "whole": empty(num_tokens, heads["whole"], source.head_dim),
             "by_head": empty(heads["by_head"], num_tokens, source.head_dim).transpose(0, 1),
             "inner": empty(num_tokens, self._rank),
-            "keys": empty(*out),
-            "values": empty(*out),
-            "rotated": empty(*out),
+            "keys": empty(num_tokens, target.num_kv_heads, target.head_dim),
         }
         self._num_tokens = num_tokens
 
 
 class Chunk:
-    """One chunk being mapped: its source, the features made of them, and where outputs go.
+    """One chunk being mapped: its source, the features made of it, and where outputs go.
 
-    `buffers` have the tokens first, however they lie in memory.
+    `buffers` have the tokens first, however they lie in memory; `made` is for outputs.
     """
 
-    def __init__(self, source: KVSource, buffers: dict[str, Tensor]):
+    def __init__(self, source: KVSource, buffers: dict[str, Tensor], made: Tensor):
         self.source = source
         self._buffers = buffers
+        shape = buffers["keys"].shape  # (T, H, D)
+        count = len(made) // max(1, 2 * shape.numel())
+        self.rooms = made[: count * 2 * shape.numel()].view(count, 2, *shape)  # for so many layers of outputs
         self._columns: dict[torch.dtype, Tensor] = {}
         self._heads: dict[torch.dtype, tuple[Tensor, ...]] = {}
 
@@ -99,14 +103,11 @@ class Chunk:
 
     def _take(self, kind: Kind, layer: int, out: Tensor) -> None:
         """Fill `out` (T, H, D) with a source layer's keys, stripped, or its values."""
-        at = 0
-        for part in self.source.parts(kind, layer):  # (n, t, H, D)
-            room, cos, sin = (_place_of(part, tensor, at) for tensor in (out, *self._strip[layer]))
+        for part, room, cos, sin in _with_places(self.source.parts(kind, layer), out, *self._strip[layer]):
             if kind == "keys":
                 rotate(part.to(room.device, torch.float32), cos, sin, room)
             else:
                 room.copy_(part)
-            at += part.shape[0] * part.shape[1]
 
     def columns(self, dtype: torch.dtype) -> Tensor:
         """(T, C): stripped keys and values of the needed source layers side by side, as float32 or float16."""
@@ -120,28 +121,26 @@ class Chunk:
             self._heads[dtype] = self._buffers["by_head"].to(dtype).unbind(1)
         return self._heads[dtype]
 
-    def out(self, kind: Kind) -> Tensor:
-        """(T, W): where a target layer's output of this kind is written."""
-        return self._buffers[kind].flatten(1)
+    def out(self, kind: Kind, room: Tensor) -> Tensor:
+        """(T, W): where the product for a target layer's room (T, H, D) goes; keys are turned on their way there."""
+        return (self._buffers["keys"] if kind == "keys" else room).flatten(1)
 
     def inner(self, rank: int) -> Tensor:
         """(T, rank): what stands between two factors."""
         return self._buffers["inner"][:, :rank]
 
-    def finished(self, kind: Kind, layer: int) -> Tensor:
-        """What `out` holds as a target layer's cache wants it: (H, T, D), keys with RoPE."""
-        states = self._buffers[kind]
+    def finish(self, kind: Kind, layer: int, room: Tensor) -> None:
+        """Bring what `out` holds into the room, keys with RoPE."""
         if kind == "keys":
-            states = rotate(states, *self._apply[layer], self._buffers["rotated"])
-        return states.transpose(0, 1)
+            rotate(self._buffers["keys"], *self._apply[layer], room)
 
 
 class Output(ABC):
     """Makes one target layer's keys or values of a chunk."""
 
     @abstractmethod
-    def of(self, chunk: Chunk) -> Tensor:
-        """(H, T, D); a view of scratch or of the source, valid until the next output of its kind."""
+    def make(self, chunk: Chunk, room: Tensor) -> None:
+        """Fill `room` (T, H, D)."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,9 @@ class Copied(Output):
     kind: Kind
     source_layer: int
 
-    def of(self, chunk: Chunk) -> Tensor:
-        parts = [part.flatten(0, 1) for part in chunk.source.parts(self.kind, self.source_layer)]  # (n * t, H, D) each
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
+    def make(self, chunk: Chunk, room: Tensor) -> None:
+        for part, place in _with_places(chunk.source.parts(self.kind, self.source_layer), room):
+            place.copy_(part)
 
 
 @dataclass(frozen=True)
@@ -198,11 +197,11 @@ class Linear(Output):
     layer: int  # of the target
     terms: tuple[Term, ...]
 
-    def of(self, chunk: Chunk) -> Tensor:
-        out = chunk.out(self.kind)
+    def make(self, chunk: Chunk, room: Tensor) -> None:
+        out = chunk.out(self.kind, room)
         for term in self.terms:
             term.add_to(out, chunk)
-        return chunk.finished(self.kind, self.layer)
+        chunk.finish(self.kind, self.layer, room)
 
 
 @dataclass(frozen=True)
@@ -215,12 +214,12 @@ class Factored(Output):
     up: Tensor
     bias: Tensor  # (W,)
 
-    def of(self, chunk: Chunk) -> Tensor:
+    def make(self, chunk: Chunk, room: Tensor) -> None:
         inner = chunk.inner(len(self.up))
         for term in self.terms:
             term.add_to(inner, chunk)
-        add_product(self.bias, inner.to(self.up.dtype), self.up, chunk.out(self.kind))
-        return chunk.finished(self.kind, self.layer)
+        add_product(self.bias, inner.to(self.up.dtype), self.up, chunk.out(self.kind, room))
+        chunk.finish(self.kind, self.layer, room)
 
 
 def blocks_of(manifest: Manifest) -> dict[Form, list[Block]]:
@@ -314,10 +313,14 @@ class _OutputMaker:
         return (found if kept else found.float()).contiguous()
 
 
-def _place_of(part: Tensor, whole: Tensor, at: int) -> Tensor:
-    """What a part (n, t, H, D) has its place in: the tokens from `at` on of `whole` (T, ...), as a view (n, t, ...)."""
-    rows, tokens = part.shape[:2]
-    return whole[at : at + rows * tokens].view(rows, tokens, *whole.shape[1:])
+def _with_places(parts: Iterable[Tensor], *wholes: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each part (n, t, H, D) of all tokens, and its place in every whole (T, ...), as views (n, t, ...)."""
+    at = 0
+    for part in parts:
+        rows, tokens = part.shape[:2]
+        span = slice(at, at + rows * tokens)
+        yield part, *(whole[span].view(rows, tokens, *whole.shape[1:]) for whole in wholes)
+        at = span.stop
 
 
 def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mappers import GeometryMismatch, KVCache, Mapper, fit
 from mappers.cache import KVGeometry
 from mappers.manifest import KINDS, Kind, LayerSpec, OutputSpec
+from mappers.plan import MADE_BYTES
 from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
 
 
@@ -191,11 +192,29 @@ def test_a_source_in_parts_is_mapped_to_the_same_bits(mapper: Mapper) -> None:
 def test_copies_are_left_to_whoever_takes_them_from_the_source(mapper: Mapper) -> None:
     cache, seen = random_cache(mapper.manifest.source.num_layers, 12), []
     mapped, copies = mapper.map(cache), mapper.manifest.copies
-    mapper.map_into(cache, lambda layer, keys, values: seen.append(layer), copies=False)
+
+    def sink(first: int, states: Tensor) -> None:
+        seen.extend(range(first, first + len(states)))
+
+    mapper.map_together(cache, sink, copies=False)
     assert sorted([*seen, *copies]) == list(range(mapper.manifest.target.num_layers))
     for layer, source_layer in copies.items():
         assert torch.equal(mapped.keys[layer], cache.keys[source_layer])
         assert torch.equal(mapped.values[layer], cache.values[source_layer])
+
+
+def test_as_many_layers_are_handed_out_together_as_scratch_may_hold(sibling_mapper: Mapper) -> None:
+    cache, seen = random_cache(3, 30_000), []
+    mapped = sibling_mapper.map(cache)
+
+    def sink(first: int, states: Tensor) -> None:
+        assert states.nbytes <= MADE_BYTES
+        for layer, (keys, values) in enumerate(states.transpose(2, 3), first):
+            assert torch.equal(keys, mapped.keys[layer]) and torch.equal(values, mapped.values[layer])
+            seen.append((first, layer))
+
+    sibling_mapper.map_together(cache, sink)
+    assert seen == [(layer - layer % 2, layer) for layer in range(sibling_mapper.manifest.target.num_layers)]
 
 
 def test_a_cache_of_another_shape_is_refused(mapper: Mapper) -> None:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
+from mappers.mapper import TogetherSink
 from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
@@ -215,7 +216,7 @@ class Handoffs:
         with self._target.pool.writing(blocks, span.start, span.start + span.num_tokens) as writer:
             writer.copy(span, mapper.manifest.copies)
             copied = time.perf_counter()
-            mapper.map_into(span, _timed(writer.write, clock), copies=False)
+            mapper.map_together(span, _timed(writer.write, clock), copies=False)
         clock.copy_s += copied - started
         clock.map_s += time.perf_counter() - copied - (clock.write_s - before)
         clock.scratch_bytes = max(clock.scratch_bytes, span.scratch_bytes + mapper.scratch_bytes)
@@ -252,10 +253,10 @@ def chunks(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
-def _timed(write: Callable[[int, Tensor, Tensor], None], clock: Clock) -> Callable[[int, Tensor, Tensor], None]:
-    def sink(layer: int, keys: Tensor, values: Tensor) -> None:
+def _timed(write: TogetherSink, clock: Clock) -> TogetherSink:
+    def sink(first: int, states: Tensor) -> None:
         started = time.perf_counter()
-        write(layer, keys, values)
+        write(first, states)
         clock.write_s += time.perf_counter() - started
 
     return sink

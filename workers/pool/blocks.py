@@ -109,6 +109,19 @@ def copy_layer_in(
         _give(data[:, layer, VALUE], piece, _window(values, piece))
 
 
+def copy_layers_in(data: Tensor, blocks: Sequence[int], begin: int, first: int, states: Tensor) -> None:
+    """Write the layers from `first` on, keys and values `(n, 2, T, H, D)`, as tokens `[begin, begin + T)`."""
+    store = data[:, first : first + len(states)]  # (num_blocks, n, 2, block_tokens, H, D)
+    for piece in pieces(blocks, begin, begin + states.shape[2], data.shape[3]):
+        shape = (len(states), 2, len(piece.blocks), piece.high - piece.low, *states.shape[3:])
+        window = states[:, :, piece.at : piece.at + piece.num_tokens].view(shape).movedim(2, 0)
+        if span := _span(piece.blocks):
+            store[span, :, :, piece.low : piece.high].copy_(window)
+        else:
+            for block, part in zip(piece.blocks, window, strict=True):
+                store[block, :, :, piece.low : piece.high].copy_(part)
+
+
 @dataclass(frozen=True)
 class BlockSpan:
     """Tokens in a row of a sequence, where they lie: the first is the `offset`-th of the first block, and stands at

@@ -21,7 +21,7 @@ from workers.pool.blocks import (
     check_blocks,
     check_range,
     copy_in,
-    copy_layer_in,
+    copy_layers_in,
     copy_out,
     empty_cache,
 )
@@ -35,9 +35,9 @@ class Writer:
     blocks: Sequence[int]
     begin: int
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """One layer, `(H, T, D)` each."""
-        copy_layer_in(self.data, self.blocks, self.begin, layer, keys, values)
+    def write(self, first: int, states: Tensor) -> None:
+        """Layers from `first` on, `(n, 2, T, H, D)`."""
+        copy_layers_in(self.data, self.blocks, self.begin, first, states)
 
     def copy(self, span: BlockSpan, layers: Mapping[int, int]) -> None:
         """Whole layers of the same tokens in other blocks: for each layer here the one there that it gets."""

@@ -13,7 +13,7 @@ import torch
 
 from mappers.cache import KVCache, KVSource
 from mappers.manifest import COPY, KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
-from mappers.mapper import Mapper, Sink, probe_name
+from mappers.mapper import Mapper, TogetherSink, probe_name
 from mappers.plan import weight_name
 from mappers.rope import Rope
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
@@ -104,10 +104,10 @@ class HeldMapper(Mapper):
         super().__init__(like.manifest, like.weights)
         self.started, self.go_on = threading.Event(), threading.Event()
 
-    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
+    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
         self.started.set()
         self.go_on.wait(10)
-        super().map_into(chunk, sink, copies=copies)
+        super().map_together(chunk, sink, copies=copies)
 
 
 class BrokenMapper(Mapper):
@@ -117,7 +117,7 @@ class BrokenMapper(Mapper):
         like = random_mapper()
         super().__init__(like.manifest, like.weights)
 
-    def map_into(self, chunk: KVSource, sink: Sink, *, copies: bool = True) -> None:
+    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
         raise RuntimeError("out of memory")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.workers.pool.support import LAYOUT, OTHER_SALT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import (
@@ -439,12 +440,13 @@ def test_only_the_blocks_of_the_range_are_marked(pool: Pool) -> None:
         assert pool.arena.generations_of(fresh.blocks) == [before[0], before[1] + 2, before[2] + 2, before[3]]
 
 
-def test_writing_layer_by_layer_is_writing(pool: Pool) -> None:
+def test_writing_layers_together_is_writing(pool: Pool) -> None:
     kv = random_kv(2, 11)
+    stack = torch.stack([torch.stack(kv.keys), torch.stack(kv.values)], dim=1).transpose(2, 3)  # (L, 2, T, H, D)
     with pool.allocate(3) as fresh:
         with pool.writing(fresh.blocks, 2, 11) as writer:
-            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-                writer.write(layer, keys, values)
+            writer.write(0, stack[:2])
+            writer.write(2, stack[2:])
         assert_same(pool.gather(fresh.blocks, 2, 11), kv)
 
 
