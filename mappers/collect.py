@@ -33,7 +33,7 @@ from mappers.weighting import EFFECTIVE_SHARE, Received, Weighting, shrunk
 HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
 SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents, and tokens of each, that are kept to be read again
-ROWS_BYTES = 2**30  # of features and targets that are held as they are, before they become moments
+ROWS_BYTES = 2**30  # of features and targets that are held as they are before they become moments, at most
 
 Wanted = tuple[Literal["keys", "values", "hidden"], int]  # of a target layer: keys, values, what they are made from
 Progress = Callable[[int, int | None], None]  # tokens done, tokens to do if known
@@ -210,16 +210,24 @@ def planned_bytes(
     width = hidden_size if reading.hidden else target.width
     wanted = [(kinds, reading.wanted(kinds, target.num_layers, {})) for kinds in reading.together]
     sizes = [_sizes(*each, source, width) for each in wanted]
-    row_bytes = sum(Gathered.bytes_for(*size) for size in sizes)
-    rows = most_rows(row_bytes)
+    rows = most_rows(sizes)
     if max_tokens is not None:
         rows = min(rows, max_tokens + MAX_DOCUMENT_TOKENS)
-    return sum(2 * Moments.bytes_for(*size) for size in sizes) + rows * row_bytes
+    return _moments_bytes(sizes) + rows * _row_bytes(sizes)
 
 
-def most_rows(row_bytes: int) -> int:
-    """How many rows of so many bytes, in all groups together, are held before they become moments."""
-    return max(ROWS_BYTES // row_bytes, 2 * BATCH)
+def most_rows(sizes: Sequence[tuple[int, int]]) -> int:
+    """How many rows are held before they become moments, of groups of so many features and targets: as many as take
+    less than the moments will."""
+    return max(min(ROWS_BYTES, _moments_bytes(sizes)) // _row_bytes(sizes), 2 * BATCH)
+
+
+def _row_bytes(sizes: Sequence[tuple[int, int]]) -> int:
+    return sum(Gathered.bytes_for(*size) for size in sizes)
+
+
+def _moments_bytes(sizes: Sequence[tuple[int, int]]) -> int:
+    return sum(2 * Moments.bytes_for(*size) for size in sizes)
 
 
 def _sizes(kinds: Sequence[Kind], targets: Sequence[Wanted], source: KVGeometry, target_width: int) -> tuple[int, int]:
@@ -308,9 +316,10 @@ class _Collector:
             layout = Layout(source.num_kv_heads, source.head_dim, 1, self._models[1].config.hidden_size)
         wanted = [(kinds, self._reading.wanted(kinds, target.num_layers, copies)) for kinds in self._reading.together]
         wanted = [(kinds, targets) for kinds, targets in wanted if targets]
-        row_bytes = sum(Gathered.bytes_for(*_sizes(*each, source, layout.target_width)) for each in wanted)
-        device, most = self._models[0].device, most_rows(row_bytes) if wanted else 0
-        return [Group(kinds, targets, source, layout, device, most) for kinds, targets in wanted]
+        if not wanted:
+            return []
+        most = most_rows([_sizes(*each, source, layout.target_width) for each in wanted])
+        return [Group(*each, source, layout, self._models[0].device, most) for each in wanted]
 
     def _read_target(self, ids: list[int]) -> States:
         model = self._models[1]

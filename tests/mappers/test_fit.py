@@ -27,7 +27,7 @@ from mappers.collect import (
     most_rows,
     planned_bytes,
 )
-from mappers.gathered import Gathered
+from mappers.gathered import BATCH, Gathered
 from mappers.manifest import KINDS
 from mappers.models import geometry_of, load_model, log_probs, read, run
 from mappers.rope import Rope
@@ -165,15 +165,18 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
     ropes = Rope.of(models[0]), Rope.of(models[1])
     reading = Reading(joint=joint, copies=False)
     collected = collect(models, ropes, random_documents(2, 30), reading)
-    gathered = [part for group in collected.groups for part in (group.train, group.held_out)]
-    sizes = [(part.num_features, part.num_targets) for part in gathered]
-    row_bytes = sum(Gathered.bytes_for(*size) for size in sizes) // 2  # a row is in one of the two
-    taken = sum(Moments.bytes_for(*size) for size in sizes) + most_rows(row_bytes) * row_bytes
+    sizes = [(group.train.num_features, group.train.num_targets) for group in collected.groups]
+    moments, row = sum(2 * Moments.bytes_for(*size) for size in sizes), sum(Gathered.bytes_for(*size) for size in sizes)
     geometries = [geometry_of(model.config) for model in models]
-    assert planned_bytes(*geometries, reading) == taken
-    assert most_rows(row_bytes) * row_bytes <= ROWS_BYTES
+    assert planned_bytes(*geometries, reading) == moments + most_rows(sizes) * row
     few = planned_bytes(*geometries, reading, max_tokens=1000)
-    assert taken - few == (most_rows(row_bytes) - 1000 - MAX_DOCUMENT_TOKENS) * row_bytes
+    assert few == moments + (1000 + MAX_DOCUMENT_TOKENS) * row
+
+
+def test_rows_are_held_while_they_take_less_than_their_moments() -> None:
+    assert most_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill what is multiplied at once
+    assert most_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // Gathered.bytes_for(4608, 1728)
+    assert most_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * Gathered.bytes_for(9216, 9216))
 
 
 def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
