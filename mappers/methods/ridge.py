@@ -21,8 +21,9 @@ class Ridge(Method):
         weight = (X'X + ridge * mean(diag X'X) * I)^-1 X'Y,    bias = mean(y) - mean(x) weight
 
     solved by Cholesky in float64 after scaling the Gram to a unit diagonal. The penalty is relative, because an
-    absolute one means something else for every number of tokens. Of several, the best on held-out moments is taken;
-    without any, the middle one. One that is too small for the features to be told apart is passed over, if not all are.
+    absolute one means something else for every number of tokens. Several are tried from the smallest on until one is
+    worse than the one before it on held-out moments; without these the middle one is taken. One that is too small for
+    the features to be told apart is passed over, if not all are.
     Fewer than `tokens_per_feature` tokens a feature are refused: they overfit silently.
     """
 
@@ -31,7 +32,7 @@ class Ridge(Method):
     def __init__(self, ridges: Sequence[float] = RIDGES, tokens_per_feature: float = 4.0):
         if not ridges or min(ridges) < 0:
             raise MapperError(f"ridges are {tuple(ridges)}; allowed: one and more, each 0 and more")
-        self.ridges = tuple(ridges)
+        self.ridges = tuple(sorted(ridges))
         self.tokens_per_feature = tokens_per_feature
 
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
@@ -59,17 +60,24 @@ class Ridge(Method):
 
     @staticmethod
     def best(attempts: Iterable[Callable[[], Solution]], held_out: Moments | None) -> Solution:
-        """The best on held-out moments, of those that do not raise `RankDeficient`; the only one where there are
-        none."""
-        found, failed = [], []
+        """Of attempts with growing penalties the last before one is worse on held-out moments; the first where there
+        are none. What raises `RankDeficient` is passed over, if not all do."""
+        best: tuple[float, Solution] | None = None
+        failed: RankDeficient | None = None
         for attempt in attempts:
             try:
-                found.append(attempt())
+                solution = attempt()
             except RankDeficient as error:
-                failed.append(error)
-        if not found:
-            raise failed[-1]
-        return found[0] if held_out is None else max(found, key=lambda solution: solution.r2(held_out))
+                failed = error
+                continue
+            r2 = solution.r2(held_out) if held_out else 0.0
+            if best and r2 <= best[0]:
+                break
+            best = r2, solution
+        if best:
+            return best[1]
+        assert failed  # there is one penalty at least
+        raise failed
 
 
 def _solved(train: Moments, ridge: float) -> Solution:

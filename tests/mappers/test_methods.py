@@ -158,7 +158,15 @@ def test_the_penalty_is_chosen_on_held_out_data() -> None:
     train, held_out = planted(110, noise=1e5)[0], planted(500, noise=1e5, seed=1)[0]
     assert Ridge(ridges=(1e-9, 10.0)).solve(train, ONE_HEAD, held_out).ridge == 10.0
     train, held_out = planted(500)[0], planted(500, seed=1)[0]
-    assert Ridge(ridges=(1e-9, 10.0)).solve(train, ONE_HEAD, held_out).ridge == 1e-9
+    assert Ridge(ridges=(10.0, 1e-9)).solve(train, ONE_HEAD, held_out).ridge == 1e-9
+
+
+@pytest.mark.parametrize("noise", [1.0, 1e2, 1e3, 1e4, 1e5])
+def test_no_penalty_that_is_tried_is_better_than_the_one_taken(noise: float) -> None:
+    ridges = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    train, held_out = planted(110, noise)[0], planted(500, noise, seed=1)[0]
+    r2 = {ridge: Ridge(ridges=(ridge,)).solve(train, ONE_HEAD).r2(held_out) for ridge in ridges}
+    assert Ridge(ridges=ridges).solve(train, ONE_HEAD, held_out).ridge == max(r2, key=r2.__getitem__)
 
 
 def test_too_few_tokens_are_refused() -> None:
