@@ -52,7 +52,7 @@ class Trace:
             await send(message)
 
         try:
-            with self._gateway.current.held() as snapshot, _traced(scope):
+            with self._gateway.current as snapshot, _traced(scope):
                 state["snapshot"] = snapshot
                 await self._app(scope, receive, sending)
         except Exception as error:

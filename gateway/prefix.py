@@ -67,11 +67,11 @@ class Chain:
 
 
 class Mac:
-    """HMAC-SHA256 (RFC 2104) under one key. What depends on the key alone is computed once: a one-shot `hmac.digest`
-    also looks its algorithm up each time, which takes longer than hashing a message."""
+    """HMAC-SHA256 (RFC 2104) under one key of at most `BLOCK_BYTES`. What depends on the key alone is computed once: a
+    one-shot `hmac.digest` also looks its algorithm up each time, which takes longer than hashing a message."""
 
     def __init__(self, key: bytes):
-        padded = (key if len(key) <= BLOCK_BYTES else hashlib.sha256(key).digest()).ljust(BLOCK_BYTES, b"\0")
+        padded = key.ljust(BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 

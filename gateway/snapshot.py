@@ -11,8 +11,7 @@ that is configured as before, with its circuit, epoch and rates) is one and the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import httpx
 import structlog
@@ -50,17 +49,16 @@ class Snapshot:
         self._unheld = asyncio.Event()
         self._unheld.set()
 
-    @contextmanager
-    def held(self) -> Iterator[Snapshot]:
-        """For as long as a request sees it."""
+    def __enter__(self) -> Snapshot:
+        """Held, for as long as a request sees it."""
         self._num_held += 1
         self._unheld.clear()
-        try:
-            yield self
-        finally:
-            self._num_held -= 1
-            if not self._num_held:
-                self._unheld.set()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._num_held -= 1
+        if not self._num_held:
+            self._unheld.set()
 
     async def unheld(self) -> None:
         """Waits until no request sees it. Nobody new may come to hold it meanwhile."""

@@ -23,9 +23,9 @@ class ChatChunks:
     def has_ended(self) -> bool:
         return self._chunks.has_ended
 
-    async def read(self) -> list[Chunk]:
+    async def read(self, within_s: float | None = None) -> list[Chunk]:
         """Raises `WorkerUnavailable` for a chunk that is none."""
-        chunks = await self._chunks.read()
+        chunks = await self._chunks.read(within_s)
         try:
             return [chunk | {"choices": list(map(_as_chat_choice, chunk.get("choices") or ()))} for chunk in chunks]
         except (KeyError, TypeError, ValueError, AttributeError) as error:

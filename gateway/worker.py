@@ -261,6 +261,7 @@ class Stream:
         self.first_at: float | None = None  # its first content; these are instants of time.monotonic()
         self.last_at = 0.0  # when something came last
         self.max_gap_s: float | None = None  # between two chunks; None: up to the deadline
+        self.is_closed = False
         self.answer = Gathered()
         self._chunks = chunks
         self._admission = admission
@@ -268,7 +269,6 @@ class Stream:
         self._deadline = deadline
         self._arrived: deque[Chunk] = deque()  # together with the latest that was read
         self._held: list[Chunk] = []
-        self.is_closed = False
 
     @property
     def has_ended(self) -> bool:
@@ -336,7 +336,7 @@ class Stream:
             await self.aclose()  # its place is free, whatever becomes of the answer
 
     async def _wait(self, by: Deadline) -> None:
-        self._arrived.extend(await by.earlier(self._deadline).bound("the answer", self._chunks.read()))
+        self._arrived.extend(await self._chunks.read(by.earlier(self._deadline).remaining_s))
         self.last_at = time.monotonic()
 
     def _take(self, most: int) -> None:

@@ -44,6 +44,8 @@ async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
         assert not under_way.done()
         assert text(await under_way) == right_answer(stack.small, MESSAGES)
         await eventually(lambda: before.parts.fleet.tiers["small"].workers["small-0"].client.is_closed)
+        shown = of(stack).metrics.registry.get_sample_value
+        await eventually(lambda: shown("kvrelay_circuit_state", {"target": "small-0"}) is None)
         assert 'target="small-0"' not in (await stack.http.get("/metrics")).text
 
 
@@ -110,7 +112,7 @@ ONLY_LARGE = {"tiers": values()["tiers"][1:], "workers": {"large-0": values()["w
 
 
 async def test_what_was_removed_and_added_again_is_still_measured(stack: Stack) -> None:
-    with of(stack).current.held():
+    with of(stack).current:
         for changes in (ONLY_LARGE, {}):
             await of(stack).reload(from_values(values(policy=LARGE, **changes)))
     await asyncio.gather(*of(stack)._retiring)

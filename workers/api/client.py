@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -173,20 +174,24 @@ class Chunks:
         finally:
             await self.aclose()
 
-    async def read(self) -> list[Chunk]:
-        """The next ones; none at the end."""
+    async def read(self, within_s: float | None = None) -> list[Chunk]:
+        """The next ones; none at the end. Raises `DeadlineExceeded` where none came in time, by default within what the
+        client was asked for, from one piece to the next."""
+        until = None if within_s is None else time.monotonic() + within_s
         chunks: list[Chunk] = []
         try:
-            answer = self._answer or await self._begun()
+            answer = self._answer or await self._begun(within_s)
             while not self.has_ended and (not chunks or self._frames.are_whole):
                 if self._frames.error is not None:
                     raise self._frames.error
-                data = await answer.read()  # after [DONE] too: hanging up there would look like a client's
+                left_s = None if until is None else until - time.monotonic()
+                data = await answer.read(left_s)  # after [DONE] too: hanging up there would look like a client's
                 self.has_ended = not data
                 chunks += self._frames.add(data)
         except WireError as error:
             if not self._frames.are_whole:
-                raise self._client.failed(error, self._path, self._timeout_s) from error
+                waited_s = self._timeout_s if within_s is None else within_s
+                raise self._client.failed(error, self._path, waited_s) from error
             self.has_ended = True
         if self.has_ended and not self._frames.are_whole:
             raise WorkerUnavailable(f"worker at {self._client.url} ended its stream without [DONE]")
@@ -197,8 +202,9 @@ class Chunks:
         if call is not None:
             await call.__aexit__(None, None, None)
 
-    async def _begun(self) -> Answer:
-        call = self._client.asked("POST", self._path, self._request, self._timeout_s)
+    async def _begun(self, within_s: float | None) -> Answer:
+        timeout_s = self._timeout_s if within_s is None else max(0.0, within_s)
+        call = self._client.asked("POST", self._path, self._request, timeout_s)
         answer = self._answer = await call.__aenter__()
         self._call = call
         if answer.status != 200:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import httpx
 
@@ -28,7 +29,10 @@ class HttpxWire(Wire):
     ) -> AsyncIterator[Answer]:
         timeout = httpx.Timeout(timeout_s, connect=connect_s)
         with translated():
-            async with self._http.stream(method, path, content=body, headers=headers, timeout=timeout) as reply:
+            call = self._http.stream(method, path, content=body, headers=headers, timeout=timeout)
+            async with AsyncExitStack() as opened:
+                async with asyncio.timeout(timeout_s):  # which a transport need not do
+                    reply = await opened.enter_async_context(call)
                 yield HttpxAnswer(reply)
 
     async def aclose(self) -> None:
@@ -46,9 +50,10 @@ class HttpxAnswer(Answer):
         self.retry_after = reply.headers.get("retry-after")
         self._pieces = reply.aiter_bytes()
 
-    async def read(self) -> bytes:
+    async def read(self, within_s: float | None = None) -> bytes:
         with translated():
-            return await anext(self._pieces, b"")
+            async with asyncio.timeout(within_s):
+                return await anext(self._pieces, b"")
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def translated() -> Iterator[None]:
         raise BadPath(str(error)) from error
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise Unreachable(repr(error)) from error
-    except httpx.TimeoutException as error:
+    except (httpx.TimeoutException, TimeoutError) as error:
         raise Silent(repr(error)) from error
     except httpx.HTTPError as error:
         raise BrokenOff(repr(error)) from error

@@ -61,8 +61,9 @@ class Answer(ABC):
     retry_after: str | None
 
     @abstractmethod
-    async def read(self) -> bytes:
-        """What has come of the body since, at least one byte; nothing at its end."""
+    async def read(self, within_s: float | None = None) -> bytes:
+        """What has come of the body since, at least one byte; nothing at its end. By default it waits for the call's
+        `timeout_s`."""
 
     async def whole(self) -> bytes:
         pieces = []
@@ -184,9 +185,10 @@ class Call:
         self._connect_s = connect_s
 
     async def __aenter__(self) -> Answer:
+        until = time.monotonic() + self._timeout_s
         self._connection = await self._wire.connection(self._connect_s)
         try:
-            await self._connection.send(self._request, self._timeout_s)
+            await self._connection.send(self._request, until, self._timeout_s)
         except BaseException:
             self._wire.give_back(self._connection)
             raise
@@ -253,19 +255,20 @@ class Connection(asyncio.Protocol, Answer):
     def may_be_kept(self) -> bool:
         return self._is_whole and not self._body and self._keeps_alive and not self.has_ended
 
-    async def send(self, request: bytes, timeout_s: float) -> None:
+    async def send(self, request: bytes, until: float, timeout_s: float) -> None:
         """Returns once the head of the reply has arrived."""
         self._begin()
         self._timeout_s = timeout_s
         self._transport.write(request)
         while not self._has_head:
-            await self._more()
+            await self._more(until)
 
-    async def read(self) -> bytes:
+    async def read(self, within_s: float | None = None) -> bytes:
+        until = time.monotonic() + (self._timeout_s if within_s is None else within_s)
         while not self._body:
             if self._is_whole:
                 return b""
-            await self._more()
+            await self._more(until)
         data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
         self._num_unread = 0
@@ -278,12 +281,12 @@ class Connection(asyncio.Protocol, Answer):
         if not self.has_ended:
             self._transport.abort()
 
-    async def _more(self) -> None:
+    async def _more(self, until: float) -> None:
         """Waits until something has happened."""
         if self.has_ended:
             raise BrokenOff("the connection ended before the answer did")
         self._waiting = self._loop.create_future()
-        timer = self._loop.call_later(self._timeout_s, self._wake, Silent())
+        timer = self._loop.call_later(max(0.0, until - time.monotonic()), self._wake, Silent())
         try:
             await self._waiting
         finally:

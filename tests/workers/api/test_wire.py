@@ -126,6 +126,14 @@ async def test_a_body_is_read_as_it_comes() -> None:
             assert [await answer.read() for _ in range(3)] == [b"one", b"two", b""]
 
 
+async def test_one_read_may_have_less_time_than_the_call() -> None:
+    async with serving(sending(CHUNKED + b"3\r\none\r\n")) as (_, wire):
+        async with wire.ask("POST", "/x", b"", timeout_s=30, connect_s=1) as answer:
+            assert await answer.read() == b"one"
+            with pytest.raises(Silent):
+                await answer.read(0.05)
+
+
 async def test_a_connection_is_kept_and_serves_one_call_at_a_time() -> None:
     async with serving(sending(OK)) as (server, wire):
         await whole(wire)
