@@ -3,20 +3,20 @@
     tokens      begin ........................... end
     blocks      |  first, cut  | whole blocks | last, cut  |
 
-Whole blocks move by slice where they stand in a row and by index where they don't; the cut ends move by slice. Work is
-per layer, never per token.
+Whole blocks move by slice where they stand in a row, and by index or one by one where they don't; the cut ends move by
+slice. Work is per layer or block, never per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mappers.cache import Kind, KVCache, KVGeometry
+from mappers.cache import KVCache
 from workers.api.errors import InvalidRequest, KvrelayError
 from workers.api.schemas import KVLayout
 
@@ -73,6 +73,12 @@ class Piece:
     def num_tokens(self) -> int:
         return len(self.blocks) * (self.high - self.low)
 
+    @cached_property
+    def row(self) -> slice | None:
+        """The blocks as a slice, if they stand in a row."""
+        first, count = self.blocks[0], len(self.blocks)
+        return slice(first, first + count) if self.blocks == tuple(range(first, first + count)) else None
+
 
 def pieces(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[Piece]:
     """The range `[begin, end)` of a sequence that lies in `blocks`, cut where whole blocks begin and end."""
@@ -115,62 +121,11 @@ def copy_layers_in(data: Tensor, blocks: Sequence[int], begin: int, first: int, 
     for piece in pieces(blocks, begin, begin + states.shape[2], data.shape[3]):
         shape = (len(states), 2, len(piece.blocks), piece.high - piece.low, *states.shape[3:])
         window = states[:, :, piece.at : piece.at + piece.num_tokens].view(shape).movedim(2, 0)
-        if span := _span(piece.blocks):
-            store[span, :, :, piece.low : piece.high].copy_(window)
+        if piece.row is not None:
+            store[piece.row, :, :, piece.low : piece.high].copy_(window)
         else:
             for block, part in zip(piece.blocks, window, strict=True):
                 store[block, :, :, piece.low : piece.high].copy_(part)
-
-
-@dataclass(frozen=True)
-class BlockSpan:
-    """Tokens in a row of a sequence, where they lie: the first is the `offset`-th of the first block, and stands at
-    position `start`. A map's source: its parts are views where blocks stand in a row, and copies where they don't."""
-
-    data: Tensor  # (num_blocks, L, 2, block_tokens, H, D)
-    blocks: Sequence[int]
-    offset: int
-    num_tokens: int
-    start: int
-
-    @property
-    def geometry(self) -> KVGeometry:
-        _, layers, _, _, heads, dim = self.data.shape
-        return KVGeometry(layers, heads, dim)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Of the largest part that must be copied, since its blocks do not stand in a row."""
-        scattered = (piece.num_tokens for piece in self._pieces if not _span(piece.blocks))
-        return max(scattered, default=0) * self.geometry.width * self.data.itemsize
-
-    def parts(self, kind: Kind, layer: int) -> Iterator[Tensor]:
-        """(n, t, H, D) each."""
-        store = self.data[:, layer, KEY if kind == "keys" else VALUE]
-        for piece in self._pieces:
-            span = _span(piece.blocks)
-            yield store[span, piece.low : piece.high] if span else store.index_select(0, _index(piece, store))
-
-    @cached_property
-    def _pieces(self) -> list[Piece]:
-        return list(pieces(self.blocks, self.offset, self.offset + self.num_tokens, self.data.shape[3]))
-
-    def copy_out(self, out: KVCache) -> None:
-        """Fill a cache of as many tokens."""
-        copy_out(self.data, self.blocks, KVCache(out.keys, out.values, self.offset))
-
-    def copy_layers(self, data: Tensor, blocks: Sequence[int], begin: int, layers: Mapping[int, int]) -> None:
-        """Write whole layers as tokens from `begin` on of the sequence in `blocks` of `data`: for each layer there the
-        one here that it gets. In one pass, from block to block; casts to the dtype of `data`."""
-        at, runs = 0, _runs(layers)
-        while at < self.num_tokens:
-            from_block, low = divmod(self.offset + at, self.data.shape[3])
-            to_block, to_low = divmod(begin + at, data.shape[3])
-            count = min(self.num_tokens - at, self.data.shape[3] - low, data.shape[3] - to_low)
-            for to_layers, from_layers in runs:
-                ours = self.data[self.blocks[from_block], from_layers, :, low : low + count]  # (layers, 2, count, H, D)
-                data[blocks[to_block], to_layers, :, to_low : to_low + count].copy_(ours)
-            at += count
 
 
 def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayError]) -> None:
@@ -194,41 +149,28 @@ def _window(layer: Tensor, piece: Piece) -> Tensor:
 
 def _take(store: Tensor, piece: Piece, window: Tensor) -> None:
     """Fill the piece's window from one layer's blocks `(num_blocks, block_tokens, H, D)`."""
-    span = _span(piece.blocks)
-    if span:
-        window.copy_(store[span, piece.low : piece.high])
-    elif window.is_contiguous() and (window.dtype, window.device) == (store.dtype, store.device):
+    alike = window.is_contiguous() and (window.dtype, window.device) == (store.dtype, store.device)
+    if piece.row is None and alike:
         torch.index_select(store, 0, _index(piece, store), out=window)
     else:
-        window.copy_(store.index_select(0, _index(piece, store)))
+        window.copy_(taken(store, piece))
 
 
 def _give(store: Tensor, piece: Piece, window: Tensor) -> None:
     """Write the piece's window to one layer's blocks."""
-    span = _span(piece.blocks)
-    if span:
-        store[span, piece.low : piece.high].copy_(window)
+    if piece.row is not None:
+        store[piece.row, piece.low : piece.high].copy_(window)
     else:
         store.index_copy_(0, _index(piece, store), window.to(store))
 
 
-def _span(blocks: tuple[int, ...]) -> slice | None:
-    """The blocks as a slice, if they stand in a row."""
-    first, count = blocks[0], len(blocks)
-    return slice(first, first + count) if blocks == tuple(range(first, first + count)) else None
+def taken(store: Tensor, piece: Piece) -> Tensor:
+    """The piece of one layer's blocks `(num_blocks, block_tokens, H, D)`, as `(blocks, tokens, H, D)`: a view if they
+    stand in a row."""
+    if piece.row is None:
+        return store.index_select(0, _index(piece, store))
+    return store[piece.row, piece.low : piece.high]
 
 
 def _index(piece: Piece, store: Tensor) -> Tensor:
     return torch.tensor(piece.blocks, dtype=torch.int64, device=store.device)
-
-
-def _runs(layers: Mapping[int, int]) -> list[tuple[slice, slice]]:
-    """The layers and what each gets, as slices of both as long as both count on."""
-    runs: list[tuple[slice, slice]] = []
-    for to_layer, from_layer in sorted(layers.items()):
-        last = runs[-1] if runs else None
-        if last and (last[0].stop, last[1].stop) == (to_layer, from_layer):
-            runs[-1] = slice(last[0].start, to_layer + 1), slice(last[1].start, from_layer + 1)
-        else:
-            runs.append((slice(to_layer, to_layer + 1), slice(from_layer, from_layer + 1)))
-    return runs

@@ -15,16 +15,8 @@ from mappers.cache import KVCache
 from workers.api.errors import InvalidRequest, WorkerUnavailable
 from workers.api.schemas import KVLayout, PoolExport
 from workers.pool.arena import Arena
-from workers.pool.blocks import (
-    BlockSpan,
-    blocks_for,
-    check_blocks,
-    check_range,
-    copy_in,
-    copy_layers_in,
-    copy_out,
-    empty_cache,
-)
+from workers.pool.blocks import blocks_for, check_blocks, check_range, copy_in, copy_layers_in, copy_out, empty_cache
+from workers.pool.span import BlockSpan
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from mappers.cache import KVCache
 from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.blocks import (
-    BlockSpan,
     block_bytes,
     blocks_for,
     cache_in,
@@ -36,6 +35,7 @@ from workers.pool.blocks import (
     torch_dtype,
 )
 from workers.pool.segment import Generations, Header
+from workers.pool.span import BlockSpan
 
 
 class Room:

@@ -123,16 +123,19 @@ class WorkerSide:
 
     def _load_chunk(self, blocks: Sequence[int], part: Part, begin: int, end: int) -> None:
         ticket = part.ticket
-        chunk = self._sources.reader(ticket).read(ticket.blocks, ticket.generations, begin, end)
+        asked = (ticket.blocks, ticket.generations, begin, end)
+        reader = self._sources.reader(ticket)
 
         def write(layer: int, keys: Tensor, values: Tensor) -> None:
             self._cache.write(blocks, begin, layer, keys, values)
 
         if part.mapper is None:
+            chunk = reader.read(*asked)
             for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
                 write(layer, keys, values)
         else:
-            self._mapper(part.mapper).map_into(chunk, write)
+            with reader.reading(*asked) as span:  # stale at its end, it is a load that failed
+                self._mapper(part.mapper).map_into(span, write)
 
     def _mapper(self, bundle_id: str) -> Mapper:
         if bundle_id not in self._mappers:
