@@ -6,28 +6,21 @@ It follows the file: a change that can be used is, without a request being lost;
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import orjson
-import structlog
 from pydantic import ValidationError
 
 from gateway import server
 from gateway.app import create_app
 from gateway.errors import SettingsError
+from gateway.log_lines import log_to
 from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
 from workers.api import tracing
 from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
-from workers.api.trail import add_request_id
-
-OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,12 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SettingsError, CannotFollow, tracing.CannotTrace) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
-    lines = _log_to_stderr()
-    try:
-        with listener:
-            server.Server(app, asked.ready_file).run(sockets=[listener])
-    finally:
-        lines.flush()
+    with listener, log_to(sys.stderr.buffer):
+        server.Server(app, asked.ready_file).run(sockets=[listener])
     return 0
 
 
@@ -72,60 +61,6 @@ def _settings(asked: argparse.Namespace) -> Settings:
         first = error.errors()[0]
         raise SettingsError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
     return settings.model_copy(update={"server": server_settings})
-
-
-def _log_to_stderr() -> Lines:
-    lines = Lines(sys.stderr.buffer)
-    structlog.configure(
-        wrapper_class=LineLogger,  # type: ignore[arg-type]  # nothing is ever bound
-        logger_factory=lambda *names: lines,
-        cache_logger_on_first_use=True,
-    )
-    return lines
-
-
-class LineLogger:
-    """A structlog logger with nothing bound to it, and no processors: a line is made in one step, as a request has
-    several."""
-
-    def __init__(self, lines: Lines, processors: object, context: object):
-        self._lines = lines
-
-    def info(self, event: str, **told: Any) -> None:
-        self._add("info", event, told)
-
-    def warning(self, event: str, **told: Any) -> None:
-        self._add("warning", event, told)
-
-    def error(self, event: str, **told: Any) -> None:
-        self._add("error", event, told)
-
-    def _add(self, level: str, event: str, told: dict[str, Any]) -> None:
-        line = add_request_id(None, level, {"event": event, **told, "level": level, "timestamp": datetime.now(UTC)})
-        self._lines.add(orjson.dumps(line, default=repr, option=OPTIONS))
-
-
-class Lines:
-    """Where log lines go, in one write with all others of the same turn of the event loop; without a loop, at once."""
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self._waiting: list[bytes] = []
-
-    def add(self, line: bytes) -> None:
-        self._waiting.append(line)
-        if len(self._waiting) > 1:
-            return
-        try:
-            asyncio.get_running_loop().call_soon(self.flush)
-        except RuntimeError:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._waiting:
-            self._file.write(b"".join(self._waiting))
-            self._file.flush()
-            self._waiting.clear()
 
 
 if __name__ == "__main__":

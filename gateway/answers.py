@@ -13,13 +13,15 @@ from gateway.patience import patience
 from gateway.worker import Question, Stream, Worker
 from workers.api.errors import KvrelayError
 
-MAX_INTERVAL_MS = 250.0
-GAP_SHARE = 0.25  # of the gap after which an answer counts as stalled
+MAX_INTERVAL_S = 0.25
+INTERVAL_SHARE = 0.25  # of the longest gap that settings allow
+GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens of an answer that can be replaced
+GAP_INTERVALS = 2  # but not less than what a worker may let pass by itself
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 
 class Answers:
-    """Opens them."""
+    """Opens a turn's answers, and tells of all of them together what they have read and written."""
 
     def __init__(self, course: Course):
         self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
@@ -94,15 +96,25 @@ class Answers:
             cache_id=cache_id,
             judged_by=course.policy if judged else None,
             native=course.is_native,
-            interval_ms=0.0 if judged else self._interval_ms,
+            interval_ms=0.0 if judged else 1000 * self.interval_s,
         )
 
     @property
-    def _interval_ms(self) -> float:
+    def max_gap_s(self) -> float:
+        """After how long an answer of which nothing comes has stalled, if another can take its place."""
+        share_s = max(GAP_SHARE * self._course.turn.deadline.remaining_s, GAP_INTERVALS * self.interval_s)
+        return min(self._token_gap_s, share_s)
+
+    @property
+    def interval_s(self) -> float:
         """How seldom a worker may tell what it has written: an answer that is told in one piece nobody reads along."""
         if self._course.turn.request.stream:
             return 0.0
-        return min(MAX_INTERVAL_MS, GAP_SHARE * 1000 * self._course.parts.settings.deadlines.token_gap_s)
+        return min(MAX_INTERVAL_S, INTERVAL_SHARE * self._token_gap_s)
+
+    @property
+    def _token_gap_s(self) -> float:
+        return self._course.parts.settings.deadlines.token_gap_s
 
     def phase(self, tier: str) -> str:
         return "small_answer" if tier == self._course.small.name else "large_answer"

@@ -88,7 +88,7 @@ def answer(
         fields
         | {
             "messages": [message.plain for message in turn.messages],
-            "tools": _without_nulls(asked.offered_tools),
+            "tools": asked.offered_tools,
             "stable_messages": turn.stable_messages,
             "logprobs": num_top is not None,
             "top_logprobs": num_top or 0,
@@ -104,7 +104,7 @@ def follow_up(turn: Turn, answer: Gathered, question: str, num_top: int, by: Dea
         True,
         {
             "messages": [message.plain for message in messages],
-            "tools": _without_nulls(turn.request.offered_tools),
+            "tools": turn.request.offered_tools,
             "max_tokens": 1,
             "temperature": 0.0,
             "logprobs": True,
@@ -125,13 +125,6 @@ def tokenize(turn: Turn) -> Prompt:
 def left_ms(deadline: Deadline) -> float:
     """What a worker is told; a deadline that has passed is caught before the call is made."""
     return max(deadline.remaining_s * 1000, 1.0)
-
-
-def _without_nulls(value: Any) -> Any:
-    """As pydantic writes all else."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _prompt(turn: Turn) -> dict[str, Any]:

@@ -35,8 +35,6 @@ from workers.api.errors import KvrelayError
 
 log = structlog.get_logger()
 
-GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens of an answer that can be replaced
-
 
 class Cascade:
     """One request. Either `pieces()` or `whole()` runs, once and in one task; ending it early hangs up on whatever
@@ -103,7 +101,7 @@ class Cascade:
         while True:
             instead = self._native.instead_of(stream)
             if instead is not None:
-                stream.max_gap_s = min(self._times.token_gap_s, GAP_SHARE * self._turn.deadline.remaining_s)
+                stream.max_gap_s = self._answers.max_gap_s
             try:
                 with self._turn.upstream("stream"):
                     await stream.read_out()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gateway import asks, handoff
@@ -47,7 +48,7 @@ async def explain(course: Course) -> dict[str, Any]:
 
 
 def _predicted(course: Course, num_tokens: int) -> dict[str, Any]:
-    small, target = _likely(course.small), _likely(course.target)
+    small, target = _reader(course.small), _taker(course.target)
     rates = Rates(target.prefill_tokens_per_s, target.map_tokens_per_s)
     plan = _plan(course, num_tokens, rates)
     predicted = {
@@ -80,7 +81,7 @@ def _plan(course: Course, num_tokens: int, rates: Rates) -> Plan | None:
         return Prefill("exact" if turn.stores else "no_cache", failed=False)
     own = turn.known[course.target.name].found
     plan = handoff.plan(num_tokens, own, rates, turn.deadline.remaining_s, settings.handoff, settings.deadlines)
-    if isinstance(plan, Transfer) and has_bundle(_likely(course.small).info, _likely(course.target).info) is False:
+    if isinstance(plan, Transfer) and has_bundle(_reader(course.small).info, _taker(course.target).info) is False:
         return Prefill("no_bundle", failed=True)
     return plan
 
@@ -95,10 +96,20 @@ def _told(plan: Plan) -> dict[str, str]:
             return {"from": "handoff", "reason": "faster"}
 
 
-def _likely(tier: Tier) -> Worker:
-    """The worker that would be asked, or would if any were usable."""
+def _reader(tier: Tier) -> Worker:
+    """The worker that would be asked to read."""
+    return _likely(tier, tier.pick)
+
+
+def _taker(tier: Tier) -> Worker:
+    """The worker that would be handed a cache."""
+    return _likely(tier, tier.pick_to_take_over)
+
+
+def _likely(tier: Tier, pick: Callable[[], Worker]) -> Worker:
+    """The worker that would be picked, or would if any were usable."""
     try:
-        return tier.pick()
+        return pick()
     except KvrelayError:
         if not tier.workers:
             raise

@@ -26,7 +26,6 @@ from workers.api.errors import KvrelayError, ModelNotFound
 DOWN_POLL_S = 0.25
 AFFINITY_SLACK = 4  # calls under way: for a prefix that it has read, a worker may be so much busier than another
 BOUNDS = ("limits", "breaker", "deadlines")  # settings that gates, circuits and workers are made of
-
 DOWN_RETRY_S = 2.0  # is told to whom nobody can serve for another reason than a circuit
 
 log = structlog.get_logger()

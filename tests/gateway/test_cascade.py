@@ -255,6 +255,16 @@ async def test_a_tool_call_comes_whole(stack: Stack) -> None:
     assert stack.large.made("chat")[0]["tools"] == tools
 
 
+async def test_tools_are_rendered_alike_by_all_who_read_them(stack: Stack) -> None:
+    """Else the caches would not fit: what a worker reads to hand it over, and what the other one carries on from."""
+    parameters = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters, "strict": None}}]
+    reply = await stack.chat(tools=tools, kvrelay={"policy": "always_escalate"})
+    assert told(reply)["path"] == "mapped"
+    read, carried_on = stack.small.made("prefill")[0], stack.large.made("cached_chat")[0]
+    assert read["tools"] == carried_on["tools"] == tools
+
+
 async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
     first, second = await stack.chat(), await stack.chat()
     assert (told(first)["path"], told(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from gateway.__main__ import Lines, main
+from gateway.__main__ import main
 from gateway.app import create_app
 from gateway.server import Server
 from gateway.settings import from_values
@@ -102,37 +101,6 @@ def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
     kept_s = Server(create_app(from_values(values()), FAKE_SECRET), None).config.timeout_keep_alive
     assert kept_s > 60, "as load balancers do"
     assert kept_s > (httpx.Limits().keepalive_expiry or 0)
-
-
-class Written(io.BytesIO):
-    """A file that knows its writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes: list[bytes] = []
-
-    def write(self, data: Any) -> int:
-        self.writes.append(bytes(data))
-        return len(data)
-
-
-async def test_log_lines_of_one_turn_of_the_loop_go_out_together() -> None:
-    file = Written()
-    lines = Lines(file)
-    for line in (b"one\n", b"two\n"):
-        lines.add(line)
-    assert not file.writes
-    await asyncio.sleep(0)
-    lines.add(b"three\n")
-    lines.flush()
-    await asyncio.sleep(0)
-    assert file.writes == [b"one\ntwo\n", b"three\n"]
-
-
-def test_without_a_loop_a_log_line_goes_out_at_once() -> None:
-    file = Written()
-    Lines(file).add(b"one\n")
-    assert file.writes == [b"one\n"]
 
 
 async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:

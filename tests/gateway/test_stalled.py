@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told
+from gateway.answers import Answers
+from gateway.deadline import Deadline
+from gateway.schemas import ChatCompletionRequest
+from gateway.settings import from_values
+from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told, values
+from workers.api.schemas import Message
 
 REQUEST_S = 5.0
 RATE = {"assumed_prefill_tokens_per_s": 2000.0, "transfer_floor_s": 1.5}  # so that there is time for every way
@@ -61,6 +67,19 @@ async def test_a_slow_answer_is_no_late_one() -> None:
         stack.large.token_s = 0.2  # seven words: longer than the gap
         reply = await stack.escalate()
         assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("remaining_s", [0.1, 1.0, 60.0])
+@pytest.mark.parametrize("token_gap_s", [0.1, 10.0])
+def test_what_a_worker_may_hold_back_is_no_gap(stream: bool, remaining_s: float, token_gap_s: float) -> None:
+    settings = from_values(values(deadlines={"token_gap_s": token_gap_s}))
+    request = ChatCompletionRequest(model="auto", messages=[Message(**MESSAGES[-1])], stream=stream)
+    turn = SimpleNamespace(request=request, deadline=Deadline.after(remaining_s))
+    answers = Answers(SimpleNamespace(turn=turn, parts=SimpleNamespace(settings=settings)))
+    assert answers.max_gap_s <= token_gap_s
+    assert answers.max_gap_s >= 2 * answers.interval_s
+    assert bool(answers.interval_s) is not stream
 
 
 async def test_a_model_by_name_has_the_whole_deadline() -> None:

@@ -1,0 +1,77 @@
+"""Log lines as JSON, cheaply, as a request has several: each is made in one step, and those of one turn of the event
+loop go out in one write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, BinaryIO
+
+import orjson
+import structlog
+
+from workers.api.trail import add_request_id
+
+OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+
+
+@contextmanager
+def log_to(file: BinaryIO) -> Iterator[None]:
+    """All of structlog's lines go there; at the end of the block every one of them is written."""
+    lines = Lines(file)
+    structlog.configure(
+        wrapper_class=LineLogger,  # type: ignore[arg-type]  # nothing is ever bound
+        logger_factory=lambda *names: lines,
+        cache_logger_on_first_use=True,
+    )
+    try:
+        yield
+    finally:
+        lines.flush()
+
+
+class LineLogger:
+    """A structlog logger with nothing bound to it, and no processors."""
+
+    def __init__(self, lines: Lines, processors: object, context: object):
+        self._lines = lines
+
+    def info(self, event: str, **told: Any) -> None:
+        self._add("info", event, told)
+
+    def warning(self, event: str, **told: Any) -> None:
+        self._add("warning", event, told)
+
+    def error(self, event: str, **told: Any) -> None:
+        self._add("error", event, told)
+
+    def _add(self, level: str, event: str, told: dict[str, Any]) -> None:
+        line = add_request_id(None, level, {"event": event, **told, "level": level, "timestamp": datetime.now(UTC)})
+        self._lines.add(orjson.dumps(line, default=repr, option=OPTIONS))
+
+
+class Lines:
+    """Where log lines go: with all others of the same turn of the event loop; without a loop, at once. Lines that
+    cannot be written, on a full disk say, are lost, and nothing else."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._waiting: list[bytes] = []
+
+    def add(self, line: bytes) -> None:
+        self._waiting.append(line)
+        if len(self._waiting) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:
+            self.flush()
+
+    def flush(self) -> None:
+        lines, self._waiting = self._waiting, []
+        if lines:
+            with suppress(OSError):
+                self._file.write(b"".join(lines))
+                self._file.flush()
