@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, KVSource
+from mappers.mapper import Mapper, Sink
 from tests.vllm.support import MAX_TOKENS, PAGED_TOKENS, Engine, Request, engine, paged_cache, params, read
 from tests.workers.handoff.support import TARGET_LAYOUT, random_mapper
 from tests.workers.pool.support import OTHER_SALT, SALT, assert_same, random_kv
@@ -19,6 +20,7 @@ from workers.engines.vllm.params import TransferReport
 from workers.engines.vllm.plan import MIN_TOKENS
 from workers.engines.vllm.shards import heads_of
 from workers.engines.vllm.steps import Save, StepWork
+from workers.pool.arena import Arena
 
 IDS = list(range(3, 43))
 HEAD, TAIL = 4, 9
@@ -197,6 +199,31 @@ def test_a_load_that_fails_is_told_block_by_block_and_not_offered_again(vllm: En
     assert "read" in (report.refused or "")
     assert report.ticket is not None and report.ticket.provenance != "exact"
     assert_same(read(vllm.cache, vllm.blocks["r"], 16), own.slice(0, 16))
+
+
+class MeddledMapper(Mapper):
+    """Somebody writes a block of the source while it maps."""
+
+    def __init__(self, arena: Arena, block: int):
+        like = random_mapper()
+        super().__init__(like.manifest, like.weights)
+        self._arena, self._block = arena, block
+
+    def map_into(self, chunk: KVSource, sink: Sink) -> None:
+        super().map_into(chunk, sink)
+        with self._arena.writing([self._block]):
+            pass
+
+
+def test_a_source_that_changes_while_it_is_mapped_is_a_load_that_fails(vllm: Engine) -> None:
+    head, _ = vllm.ticket("large", IDS[:17], seed=1)
+    source, _ = vllm.ticket("small", IDS, seed=2)
+    mapper = MeddledMapper(vllm.pools["small"].arena, source.blocks[-1])
+    vllm.worker = WorkerSide(vllm.cache, [mapper], TARGET_LAYOUT)
+    request = Request("r", PROMPT, params(head, source))
+    vllm.arrive(request)
+    assert vllm.step(request) == set(vllm.blocks["r"][17 // PAGED_TOKENS : len(IDS) // PAGED_TOKENS])
+    vllm.worker.close()
 
 
 def test_a_preempted_request_is_loaded_again(vllm: Engine) -> None:
