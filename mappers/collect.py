@@ -120,7 +120,7 @@ class Group:
         """Take in one document; its keys carry no position."""
         x = torch.cat([source.rows(block) for block in self.blocks], dim=1)
         y = torch.cat([target.rows(wanted) for wanted in self.targets], dim=1)
-        if self.train.count + self.held_out.count + len(x) > self._most_rows:
+        if self.train.moments is None and self.train.count + self.held_out.count + len(x) > self._most_rows:
             self.fold()
         (self.held_out if held_out else self.train).update(x, y, target.weights)
 

@@ -73,6 +73,7 @@ def test_rows_become_moments_when_they_grow_too_many() -> None:
         made.update(states, states, held_out)
         assert (made.train.moments is not None) == (made.held_out.moments is not None) == is_folded
     assert (made.train.count, made.held_out.count) == (30, 10)
+    assert [batch.count for batch in made.train.batches] == [20], "what came since is to be added at once"
 
 
 @pytest.mark.parametrize("seed", range(3))
