@@ -71,9 +71,10 @@ def fit(
     passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
     much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
     is held out to choose by.
-    `checkpoint` is a file of statistics that is written every `checkpoint_s` seconds, and at the end if it is for
-    keeps (`keep`). A fit that finds one of the same models, documents and features goes on from there, by another
-    method or to more tokens as well; it is the caller's to remove. Raises `MapperError`s: see `mappers.errors`.
+    `checkpoint` is a file of statistics, or of what they are made from, that is written every `checkpoint_s` seconds,
+    and at the end if it is for keeps (`keep`). A fit that finds one of the same models, documents and features goes on
+    from there, by another method or to more tokens as well; it is the caller's to remove. Raises `MapperError`s: see
+    `mappers.errors`.
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
