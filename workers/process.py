@@ -29,6 +29,7 @@ from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
 
 ANY_HOST = ("0.0.0.0", "::", "")
+KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls that came meanwhile
 
 
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
@@ -106,6 +107,7 @@ async def run(worker: Worker, secret: str, listener: socket.socket, ready_file: 
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=int(worker.settings.drain_s) or 1,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = _Server(config, worker, lambda: _tell_ready(worker, listener, ready_file))
     with listener:

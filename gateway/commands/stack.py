@@ -201,13 +201,15 @@ class Stack:
         self.stop()
 
     def stop(self) -> None:
+        """Within the grace all have ended, and left nothing; a second signal does not break that off."""
         until = time.monotonic() + STOP_GRACE_S
-        for child in self.children:
-            child.ask_to_stop()
-        for child in self.children:
-            child.wait_or_kill(until)
-        for worker in self.workers:
-            remove_segments(worker)
+        with held_back():
+            for child in self.children:
+                child.ask_to_stop()
+            for child in self.children:
+                child.wait_or_kill(until)
+            for worker in self.workers:
+                remove_segments(worker)
 
     def start_worker(self, worker_id: str) -> Child:
         """Start one worker, or start it again after it ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import yaml
 
 from gateway.commands import bench, family, up
 from gateway.commands.demo import _verdict
-from gateway.commands.stack import Stack, StackError, free_ports, held_back
+from gateway.commands.stack import Child, Stack, StackError, free_ports, held_back
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
 
@@ -68,6 +69,19 @@ def test_a_signal_waits_until_a_child_is_noted() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == ["noted", "signal"]
+
+
+def test_a_second_signal_does_not_break_a_stop_off(tmp_path: Path) -> None:
+    config = tmp_path / "kvrelay.yaml"
+    config.write_text(yaml.safe_dump({"workers": {"twice": {"url": "http://127.0.0.1:1"}}}))
+    stack = Stack(config, tmp_path / "secret", tmp_path)
+    impatient = SimpleNamespace(ask_to_stop=lambda: None, wait_or_kill=lambda _: signal.raise_signal(signal.SIGINT))
+    stack.workers["twice"] = cast(Child, impatient)
+    left = Path(f"/dev/shm/kvrelay-{os.getuid()}-twice-{os.getpid()}")
+    left.touch()
+    with pytest.raises(KeyboardInterrupt):
+        stack.stop()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536])

@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -29,6 +29,7 @@ import httptools
 MAX_IDLE = 64
 IDLE_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
 MAX_UNREAD_BYTES = 256 * 1024  # of one reply; beyond, the worker has to wait for whoever reads it
+CLOSE_S = 2.0  # a transport that does not tell its end is no longer waited for
 TURNS, TURN_S = 5, 0.01  # of the event loop; a connection takes several
 
 PATH = re.compile(r"/[!-~]*")
@@ -132,7 +133,9 @@ class SocketWire(Wire):
         open_ones = list(self._open)
         for connection in open_ones:
             connection.hang_up()
-        await asyncio.gather(*(connection.ended.wait() for connection in open_ones))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(connection.ended.wait() for connection in open_ones))
 
     @property
     def is_closed(self) -> bool:
@@ -155,17 +158,23 @@ class SocketWire(Wire):
         return None
 
     async def _connected(self, within_s: float) -> Connection:
+        connection = Connection(self._open)
+        try:
+            await self._connect(connection, within_s)
+        except BaseException:
+            connection.connection_lost(None)  # uvloop says nothing to one that is given up while it is made
+            raise
+        return connection
+
+    async def _connect(self, connection: Connection, within_s: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with _patient(within_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self._open), self._host, self._port, ssl=self._tls
-                )
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except TimeoutError as error:
             raise Unreachable(f"no connection within {within_s:g} s") from error
         except OSError as error:
             raise Unreachable(repr(error)) from error
-        return connection
 
     def give_back(self, connection: Connection) -> None:
         if connection.may_be_kept and len(self._idle) < MAX_IDLE and not self._is_closed:

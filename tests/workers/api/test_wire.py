@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from workers.api.client import Frames
 from workers.api.httpx_wire import HttpxWire
-from workers.api.wire import MAX_UNREAD_BYTES, BadPath, BrokenOff, Silent, SocketWire, Unreachable, Wire
+from workers.api.wire import CLOSE_S, MAX_UNREAD_BYTES, BadPath, BrokenOff, Silent, SocketWire, Unreachable, Wire
 
 Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -237,6 +239,27 @@ async def test_closing_ends_calls_under_way() -> None:
         await wire.aclose()
         await asyncio.wait({asking})
         assert isinstance(asking.exception(), BrokenOff) and wire.is_closed
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_being_cancelled_while_connecting_leaves_nothing(run: Callable[[Any], None]) -> None:
+    async def cancelled_after(wire: SocketWire, turns: int) -> None:
+        call = asyncio.create_task(wire.connection(5.0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            (await call).hang_up()
+
+    async def go() -> None:
+        async with serving(sending(OK)) as (_, wire):
+            for turns in list(range(14)) * 3:
+                await cancelled_after(wire, turns)
+            began = time.monotonic()
+            await wire.aclose()
+            assert time.monotonic() - began < CLOSE_S / 2, "it waits for nobody"
+
+    run(go())
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
