@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
-from types import TracebackType
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,8 +68,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 class Breaker:
-    """One target's circuit. `with breaker.attempt():` around a call admits it, and learns from how it ends. The `bell`
-    is rung when it may admit whom it did not before, or will not for longer than was known."""
+    """One target's circuit. `attempt` admits a call, and its `end` tells how it ended. The `bell` is rung
+    when it may admit whom it did not before, or will not for longer than was known."""
 
     def __init__(
         self,
@@ -207,14 +206,6 @@ class Attempt:
         self._era = era
         self._probing = probing
         self._settled: Outcome | None = None
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end(error)
 
     def succeed(self) -> None:
         """The target does its work; how the call ends later matters only if it ends badly."""

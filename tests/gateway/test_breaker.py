@@ -190,9 +190,9 @@ def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
 
 def test_a_failure_that_is_told_twice_counts_once(breaker: Breaker) -> None:
     for _ in range(3):
-        with pytest.raises(WorkerUnavailable), breaker.attempt() as attempt:
-            attempt.end(GONE)
-            raise GONE
+        attempt = breaker.attempt()
+        attempt.end(GONE)
+        attempt.end(GONE)
     assert breaker.state is State.CLOSED, "three outcomes say nothing yet"
 
 
@@ -203,10 +203,3 @@ def test_transitions_are_told(clock: Clock) -> None:
     clock.now += 2.0
     end(breaker, None, None)
     assert seen == [("x", State.OPEN), ("x", State.HALF_OPEN), ("x", State.CLOSED)]
-
-
-def test_used_as_a_context_manager(breaker: Breaker) -> None:
-    for _ in range(4):
-        with pytest.raises(WorkerUnavailable), breaker.attempt():
-            raise GONE
-    assert breaker.state is State.OPEN

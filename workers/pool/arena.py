@@ -63,6 +63,8 @@ class Arena(ABC):
         self.generations[at] += 1
 
     def shut(self, blocks: Sequence[int]) -> None:
+        if not blocks:
+            return
         self.synchronize()
         self.generations[np.asarray(blocks, dtype=np.int64)] += 1
 
