@@ -1,4 +1,4 @@
-"""`/livez`, `/readyz`, `/health` and `/metrics`. None of them calls a model or the registry."""
+"""`/livez`, `/readyz`, `/health` and `/metrics`, by GET or HEAD. None of them calls a model or the registry."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ router = APIRouter()
 
 
 @router.get("/livez")
+@router.head("/livez", include_in_schema=False)
 async def livez(request: Request) -> Response:
     """The process answers."""
     return json_reply({"status": "alive"})
 
 
 @router.get("/readyz")
+@router.head("/readyz", include_in_schema=False)
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def readyz(request: Request) -> Response:
     """503 while draining, or with no usable tier."""
     gateway = request.app.state.gateway
@@ -32,6 +35,7 @@ async def readyz(request: Request) -> Response:
 
 
 @router.get("/metrics")
+@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     rendered = request.app.state.gateway.metrics.render()
     return Response(rendered, headers={"content-type": CONTENT_TYPE_LATEST})

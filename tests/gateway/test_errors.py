@@ -119,7 +119,12 @@ async def test_a_body_of_countless_values_is_not_looked_through(stack: Stack, fi
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/gpt-17", 404)],
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", "/v1/models/gpt-17", 404),
+    ],
 )
 async def test_routes_that_are_none(stack: Stack, method: str, path: str, status: int) -> None:
     reply = await stack.http.request(method, path)

@@ -44,6 +44,13 @@ async def test_not_ready_while_draining(stack: Stack) -> None:
     assert (await stack.chat()).status_code == 200, "what still comes is still answered"
 
 
+async def test_a_load_balancer_may_ask_for_the_head_alone(stack: Stack) -> None:
+    for path in ("/livez", "/readyz", "/health", "/metrics"):
+        assert (await stack.http.head(path)).status_code == 200
+    stack.app.state.gateway.is_draining = True
+    assert (await stack.http.head("/readyz")).status_code == 503
+
+
 async def test_health_calls_no_worker(stack: Stack) -> None:
     before = len(stack.small.calls) + len(stack.large.calls)
     for path in ("/livez", "/readyz", "/health", "/metrics"):
