@@ -13,11 +13,14 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from workers.api import bars
+
 GROUP = "kvrelay.commands"
 USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    bars.hide_from_files()
     return run(sys.argv[1:] if argv is None else argv, entry_points(group=GROUP))
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
-from workers.commands import bars
 from workers.families.smol import family, prepare_large
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=default_cache_folder() / "heal", help="checkpoints and the result")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(argv)
-    bars.hide_from_files()
 
     from workers.training.heal import HealRecipe
 

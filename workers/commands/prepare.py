@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mappers.errors import MapperError
 from mappers.families import find_family
-from workers.commands import bars
 from workers.families.sources import SourceError
 
 
@@ -19,7 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("family", nargs="?", default="smol")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the folders to FILE")
     options = parser.parse_args(argv)
-    bars.hide_from_files()
     try:
         family = find_family(options.family)
         family.prepare(lambda line: print(line, flush=True))

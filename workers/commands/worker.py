@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from workers.api import bars
 from workers.api.addresses import http_address
 from workers.api.parent import CannotFollow, ParentGone, add_parent_option, die_with_parent
-from workers.commands import bars
 from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
 
 

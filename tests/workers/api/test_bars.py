@@ -9,7 +9,7 @@ import termios
 import pytest
 
 CODE = """
-from workers.commands import bars
+from workers.api import bars
 bars.hide_from_files()
 from tqdm.auto import tqdm
 for _ in tqdm(range(3), desc="Loading weights"):
