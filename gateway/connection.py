@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -33,6 +33,19 @@ async def read_body(receive: Receive, within_s: float) -> bytes:
                     return b"".join(pieces)
     except TimeoutError as error:
         raise RequestTooSlow(f"the body did not arrive within {within_s:g} s") from error
+
+
+async def drop_body(receive: Receive, most: int, within_s: float) -> None:
+    """Reads what else comes of a body that nobody needs: up to `most` bytes, for so long. A client whose connection is
+    closed while it sends is reset, and may never see its answer."""
+    num_bytes = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while num_bytes <= most:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 class HangUp:

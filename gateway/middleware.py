@@ -12,6 +12,7 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.connection import drop_body
 from gateway.errors import HeadersTooLarge, InternalError
 from gateway.routes.replies import CLOSE, error_reply
 from gateway.settings import Limits
@@ -22,6 +23,8 @@ from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
 
 UNTOLD = 499  # until a response starts: the status of one that nobody waited for
 NAMED = REQUEST_ID_HEADER.encode()
+CLOSING = (b"connection", b"close")
+DROPPING_S = 1.0  # what is left of a body mostly is on its way
 UNMETERED = ("/livez", "/readyz", "/health", "/metrics")
 
 log = structlog.get_logger()
@@ -29,7 +32,8 @@ log = structlog.get_logger()
 
 class Trace:
     """Gives the request its id (the client's where that is clean) and arrival time; counts and logs how it ended.
-    A bug of ours is logged here, and told as a 500 without its words.
+    A bug of ours is logged here, and told as a 500 without its words. What has not arrived of a body when its answer
+    begins is waited for shortly, and then left: the connection closes.
 
     The route finds its snapshot in `scope["state"]`, and leaves the model's label, tier and path there.
     """
@@ -49,6 +53,8 @@ class Trace:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
                 message["headers"] = [*message["headers"], (NAMED, state["request_id"].encode())]
+                if state.get("body_left"):
+                    await self._rid_of_body(message, state, receive)
             await send(message)
 
         try:
@@ -62,6 +68,11 @@ class Trace:
         finally:
             self._ended(scope, state)
 
+    async def _rid_of_body(self, message: Message, state: dict[str, Any], receive: Receive) -> None:
+        await drop_body(receive, self._gateway.settings.limits.max_body_bytes, DROPPING_S)
+        if state["body_left"] and CLOSING not in message["headers"]:
+            message["headers"].append(CLOSING)
+
     def _ended(self, scope: Scope, state: dict[str, Any]) -> None:
         if scope["path"] in UNMETERED:
             return
@@ -72,7 +83,7 @@ class Trace:
 
 
 class Bounds:
-    """Refuses headers and bodies over the limits; a body without a length is counted as it comes."""
+    """Refuses URLs, headers and bodies over the limits; a body without a length is counted as it comes."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -104,13 +115,13 @@ class Bounds:
 
 
 def _check(scope: Scope, limits: Limits) -> None:
-    num_bytes, length = 0, b"0"
+    num_bytes, length = len(scope["path"]) + len(scope["query_string"]), b"0"
     for name, value in scope["headers"]:
         num_bytes += len(name) + len(value)
         if name == b"content-length":
             length = value
     if num_bytes > limits.max_header_bytes:
-        raise HeadersTooLarge(f"{num_bytes} bytes of headers; at most {limits.max_header_bytes} are allowed")
+        raise HeadersTooLarge(f"{num_bytes} bytes of URL and headers; at most {limits.max_header_bytes} are allowed")
     if length.isdigit() and int(length) > limits.max_body_bytes:
         raise _too_large(int(length), limits.max_body_bytes)
 

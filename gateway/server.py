@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway.errors import SettingsError
+from gateway.protocol import Protocol
 from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
@@ -43,7 +44,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 proxy_headers=False,
                 timeout_keep_alive=KEPT_S,

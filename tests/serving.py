@@ -23,10 +23,21 @@ def url_of(listener: socket.socket) -> str:
 
 
 @contextmanager
-def serving(apps: Mapping[socket.socket, ASGIApp]) -> Iterator[None]:
-    """Serves each application on its socket, all on one event loop in a thread of its own."""
+def serving(
+    apps: Mapping[socket.socket, ASGIApp], protocols: Mapping[socket.socket, type[asyncio.Protocol]] | None = None
+) -> Iterator[None]:
+    """Serves each application on its socket, by uvicorn's protocol or its own, all on one event loop in a thread."""
+    chosen = protocols or {}
     servers = {
-        listener: uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1))
+        listener: uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=chosen.get(listener, "auto"),
+                log_config=None,
+                ws="none",
+                timeout_graceful_shutdown=1,
+            )
+        )
         for listener, app in apps.items()
     }
 

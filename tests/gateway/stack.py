@@ -13,6 +13,7 @@ import httpx
 from fastapi import FastAPI
 
 from gateway.app import create_app
+from gateway.protocol import Protocol
 from gateway.settings import from_values
 from tests.serving import free_socket, serving, url_of
 from workers.api.fake import FAKE_SECRET, FakeWorker
@@ -92,7 +93,7 @@ async def live_stack(*others: FakeWorker, **changes: Any) -> AsyncIterator[Stack
         gateway = sockets.enter_context(free_socket())
         workers = {one.name: {"tier": one.name.split("-")[0], "url": url_of(at)} for at, one in listeners.items()}
         app = create_app(from_values(values(**{"workers": workers} | changes)), FAKE_SECRET)
-        sockets.enter_context(serving({**listeners, gateway: app}))
+        sockets.enter_context(serving({**listeners, gateway: app}, {gateway: Protocol}))
         async with httpx.AsyncClient(base_url=url_of(gateway), timeout=30) as http:
             yield Stack(small, large, app, http, url_of(gateway))
 

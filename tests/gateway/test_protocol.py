@@ -1,0 +1,189 @@
+"""What a client may send, byte by byte, over a real socket: bounded in size and time, and heard when it hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+BODY = orjson.dumps({"model": "large", "messages": MESSAGES})
+CHAT = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+Sockets = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    deadlines = {"request_s": 10.0, "decode_reserve_s": 0.5, "body_s": 0.4}
+    async with live_stack(deadlines=deadlines, limits={"max_body_bytes": 100_000}) as stack:
+        yield stack
+
+
+@asynccontextmanager
+async def connected(stack: Stack) -> AsyncIterator[Sockets]:
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def sent_on(writer: asyncio.StreamWriter, piece: bytes, most: int = 64 * 2**20) -> int:
+    """How many bytes of endless pieces the gateway took before it closed; `most` if it never did."""
+    num_bytes = 0
+    try:
+        while num_bytes < most:
+            writer.write(piece)
+            await writer.drain()
+            num_bytes += len(piece)
+    except ConnectionError:
+        pass
+    return num_bytes
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the next reply."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+    return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+async def refused(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """Status and code of a reply after which the connection is closed."""
+    status, headers, body = await answer(reader)
+    assert headers["connection"] == "close"
+    assert headers["x-request-id"]
+    assert await reader.read() == b"", "closed"
+    return status, json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [(HEAD, b"x: %s\r\n"), (HEAD + b"x: ", b"%s"), (b"GET /", b"%s")],
+    ids=["headers", "header", "url"],
+)
+async def test_an_endless_head_is_not_kept(stack: Stack, begun: bytes, piece: bytes) -> None:
+    async with connected(stack) as (_, writer):
+        writer.write(begun)
+        assert await sent_on(writer, piece % (b"a" * 65_000)) < 16 * 2**20
+
+
+async def test_a_head_that_is_too_large_is_told_so(stack: Stack) -> None:
+    async with connected(stack) as (reader, writer):
+        for piece in (b"GET /", b"a" * 10_000, b"a" * 10_000):
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        assert await refused(reader) == (431, "headers_too_large")
+    assert stack.metric("requests_total", model="none", status="431") == 1
+    assert (await stack.http.get("/v1/" + "a" * 20_000)).status_code == 431, "whole, in one piece"
+
+
+@pytest.mark.parametrize("before", [b"", LIVEZ], ids=["first", "later"])
+@pytest.mark.parametrize("drip", [b"a: b\r\n", b"\r\n"], ids=["headers", "nothing"])
+async def test_a_head_that_drips_in_is_not_waited_for(stack: Stack, before: bytes, drip: bytes) -> None:
+    async with connected(stack) as (reader, writer):
+        if before:
+            writer.write(before)
+            assert (await answer(reader))[0] == 200
+        if drip.strip():
+            writer.write(HEAD)
+        dripping = asyncio.create_task(dripped(writer, drip))
+        async with asyncio.timeout(5):
+            assert await refused(reader) == (408, "request_timeout")
+        dripping.cancel()
+
+
+async def dripped(writer: asyncio.StreamWriter, drip: bytes) -> None:
+    while True:
+        writer.write(drip)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_head_in_pieces_within_its_time_is_a_request_like_any_other(stack: Stack) -> None:
+    async with connected(stack) as (reader, writer):
+        for _ in range(3):
+            writer.write(LIVEZ[:20])
+            await asyncio.sleep(0.02)
+            writer.write(LIVEZ[20:])
+            assert (await answer(reader))[0] == 200
+        await asyncio.sleep(0.6)  # longer than a head may take
+        writer.write(LIVEZ)
+        assert (await answer(reader))[0] == 200, "idle is not late"
+
+
+async def test_what_is_no_http_is_told_so(stack: Stack) -> None:
+    async with connected(stack) as (reader, writer):
+        writer.write(b"hello\r\n\r\n")
+        assert await refused(reader) == (400, "invalid_request")
+
+
+async def test_after_a_body_that_is_too_slow_the_connection_closes(stack: Stack) -> None:
+    async with connected(stack) as (reader, writer):
+        writer.write(HEAD + b"content-length: 1000\r\n\r\n{")
+        assert await refused(reader) == (408, "request_timeout")
+
+
+async def test_after_a_body_that_is_too_large_the_connection_closes(stack: Stack) -> None:
+    async with connected(stack) as (_, writer):
+        writer.write(CHUNKED)
+        assert await sent_on(writer, b"10000\r\n" + b"x" * 65_536 + b"\r\n") < 16 * 2**20
+
+
+async def test_who_is_refused_before_its_body_is_read_is_not_listened_to() -> None:
+    async with live_stack(tenants={"default": {"api_keys": ["0" * 64]}}) as stack:
+        async with connected(stack) as (reader, writer):
+            writer.write(HEAD + b"content-length: 300000\r\n\r\n")
+            await asyncio.sleep(0.1)
+            writer.write(b"x" * 300_000)
+            status, headers, _ = await answer(reader)
+            assert (status, headers.get("connection")) == (401, None), "it was let finish"
+            writer.write(CHUNKED)
+            assert await refused(reader) == (401, "invalid_api_key")
+
+
+async def test_an_answer_that_needs_no_body_waits_for_none(stack: Stack) -> None:
+    async with connected(stack) as (reader, writer):
+        writer.write(LIVEZ.replace(b"host: x", b"host: x\r\ncontent-length: 9000"))
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("next_request", [LIVEZ, LIVEZ[:10], CHAT, b"\0"], ids=["whole", "part", "body", "garbage"])
+@pytest.mark.parametrize("together", [True, False])
+async def test_one_request_at_a_time(stack: Stack, next_request: bytes, together: bool) -> None:
+    stack.large.delay("chat", 0.3)
+    async with connected(stack) as (reader, writer):
+        writer.write(CHAT + next_request if together else CHAT)
+        if not together:
+            await eventually(lambda: bool(stack.large.made("chat")))
+            writer.write(next_request)
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close"), "the client knows that the other went unread"
+        assert await reader.read() == b""
+
+
+async def test_a_hang_up_is_heard_behind_another_request(stack: Stack) -> None:
+    stack.large.delay("chat", 30.0)
+    async with connected(stack) as (_, writer):
+        writer.write(CHAT + LIVEZ)
+        await eventually(lambda: bool(stack.large.made("chat")))
+    await eventually(lambda: stack.large.num_hang_ups == 1, within_s=1.0)
+
+
+async def test_what_is_sent_behind_a_request_is_bounded(stack: Stack) -> None:
+    stack.large.delay("chat", 30.0)
+    async with connected(stack) as (_, writer):
+        writer.write(CHAT + LIVEZ)
+        assert await sent_on(writer, b"x" * 65_536) < 16 * 2**20
+    await eventually(lambda: stack.large.num_hang_ups == 1)
