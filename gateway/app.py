@@ -62,8 +62,9 @@ def create_app(
         finally:
             await gateway.stop()
 
-    no_extras: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
-    app = Application(gateway, title="kvrelay", lifespan=lifespan, **no_extras)
+    app = Application(
+        gateway, title="kvrelay", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     app.state.source = source
     for routes in (chat, caches, models, health, admin):

@@ -134,9 +134,13 @@ async def test_after_a_body_that_is_too_slow_the_connection_closes(stack: Stack)
 
 
 async def test_after_a_body_that_is_too_large_the_connection_closes(stack: Stack) -> None:
+    piece = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
+    async with connected(stack) as (reader, writer):
+        writer.write(CHUNKED + 2 * piece)
+        assert await refused(reader) == (413, "request_too_large")
     async with connected(stack) as (_, writer):
         writer.write(CHUNKED)
-        assert await sent_on(writer, b"10000\r\n" + b"x" * 65_536 + b"\r\n") < 16 * 2**20
+        assert await sent_on(writer, piece) < 16 * 2**20
 
 
 async def test_who_is_refused_before_its_body_is_read_is_not_listened_to() -> None:
