@@ -9,7 +9,7 @@ apart, the model keeps models apart.
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +20,6 @@ import orjson
 from workers.api.schemas import Message
 
 SEED = b"kvrelay-prefix-1"
-BLOCK_BYTES = 64  # of SHA-256
 MARK = "cache_control"
 MAX_ASKED = 256  # of one chain at once; a conversation grows by a few messages a turn
 
@@ -40,7 +39,7 @@ def _canonical(fields: dict[str, Any], text: str) -> bytes:
 class Chain:
     """The hashes of one conversation for one model: `hashes[i]` names its first i messages."""
 
-    mac: Mac
+    mac: hmac.HMAC
     hashes: tuple[str, ...]
 
     @classmethod
@@ -66,39 +65,29 @@ class Chain:
         return list(self.hashes[:0:-1])[:most]
 
 
-class Mac:
-    """HMAC-SHA256 (RFC 2104) under one key of at most `BLOCK_BYTES`. What depends on the key alone is computed once: a
-    one-shot `hmac.digest` also looks its algorithm up each time, which takes longer than hashing a message."""
+@lru_cache(maxsize=1024)
+def mac_of(salt: str) -> hmac.HMAC:
+    """Of a tenant; nothing is hashed with it, but with copies, which share what depends on the key alone."""
+    return hmac.new(bytes.fromhex(salt), digestmod="sha256")
 
-    def __init__(self, key: bytes):
-        padded = key.ljust(BLOCK_BYTES, b"\0")
-        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
-        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
-    def over(self, content: bytes) -> str:
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(content)
-        outer.update(inner.digest())
-        return outer.hexdigest()
+def _over(mac: hmac.HMAC, content: bytes) -> str:
+    link = mac.copy()
+    link.update(content)
+    return link.hexdigest()
+
+
+def _first(mac: hmac.HMAC, model: str, tools: list[dict[str, Any]]) -> str:
+    return _over(mac, SEED + b"|" + orjson.dumps({"model": model, "tools": tools}, option=orjson.OPT_SORT_KEYS))
 
 
 @lru_cache(maxsize=1024)
-def mac_of(salt: str) -> Mac:
-    """Of a tenant."""
-    return Mac(bytes.fromhex(salt))
-
-
-def _first(mac: Mac, model: str, tools: list[dict[str, Any]]) -> str:
-    return mac.over(SEED + b"|" + orjson.dumps({"model": model, "tools": tools}, option=orjson.OPT_SORT_KEYS))
-
-
-@lru_cache(maxsize=1024)
-def _without_tools(mac: Mac, model: str) -> str:
+def _without_tools(mac: hmac.HMAC, model: str) -> str:
     return _first(mac, model, [])
 
 
-def _next(mac: Mac, before: str, content: bytes) -> str:
-    return mac.over(bytes.fromhex(before) + b"|" + content)
+def _next(mac: hmac.HMAC, before: str, content: bytes) -> str:
+    return _over(mac, bytes.fromhex(before) + b"|" + content)
 
 
 def num_stable(messages: Sequence[Message]) -> int:

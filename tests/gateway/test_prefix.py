@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix import Chain, Mac, num_stable, plain
+from gateway.prefix import Chain, num_stable, plain
 from workers.api.schemas import Message
 
 SALT, OTHER_SALT = "0" * 64, "1" * 64
@@ -31,9 +31,10 @@ def test_a_longer_conversation_extends_the_chain_of_the_shorter() -> None:
     assert hashes(*CONVERSATION)[:3] == hashes(*CONVERSATION[:2])
 
 
-@given(st.binary(min_size=8, max_size=64), st.binary())
-def test_the_code_of_a_link_is_the_standard_one(key: bytes, content: bytes) -> None:
-    assert Mac(key).over(content) == hmac.digest(key, content, "sha256").hex()
+def test_a_link_is_an_hmac_under_the_tenants_salt_of_what_came_before_and_the_message() -> None:
+    first, second = hashes(*CONVERSATION[:1])
+    content = bytes.fromhex(first) + b'|{"content":"You help.","role":"system"}'
+    assert second == hmac.digest(bytes.fromhex(SALT), content, "sha256").hex()
 
 
 def test_extending_is_the_same_as_hashing_the_whole() -> None:
