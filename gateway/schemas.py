@@ -30,7 +30,7 @@ class KvrelayOptions(BaseModel):
     """The `kvrelay` request field. `exact` allows no mapped cache in the making of the answer; `no_cache` neither
     reads nor stores; `agreement_probe` N compares N tokens with a full prefill (0: not)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     policy: str | None = None
     max_tier: str | None = None
@@ -41,7 +41,7 @@ class KvrelayOptions(BaseModel):
 
 
 class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["text"]
 
@@ -49,7 +49,7 @@ class TextFormat(BaseModel):
 class CacheChoice(BaseModel):
     """The `kv_transfer_params` request field: a cache of the client's own, to answer from."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     cache_id: CacheId
 
@@ -57,7 +57,7 @@ class CacheChoice(BaseModel):
 class ClientRequest(BaseModel):
     """What all requests have. `for_workers` are the messages as workers get them: no marks, content as one text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod

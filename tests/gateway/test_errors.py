@@ -85,6 +85,17 @@ async def test_a_body_that_is_none(stack: Stack, raw: bytes, message: str) -> No
     assert message in error_of(reply)["message"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_tokens", "3"), ("max_tokens", True), ("stream", "yes"), ("temperature", "0.5"), ("logprobs", 1)],
+)
+async def test_a_value_of_another_type_is_refused_and_not_read_as_what_it_may_mean(
+    stack: Stack, field: str, value: Any
+) -> None:
+    reply = await stack.chat(**{field: value})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, field)
+
+
 async def test_a_long_value_is_not_echoed_whole(stack: Stack) -> None:
     reply = await stack.chat(temperature="x" * 10_000)
     assert len(reply.text) < 500
