@@ -12,8 +12,12 @@ from deploy.composed import REPOSITORY, Composed, load, read_env
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `deploy/init` has been run."""
     folder = tmp_path_factory.mktemp("project")
-    subprocess.run([REPOSITORY / "deploy" / "init", folder], check=True, stdout=subprocess.DEVNULL)
+    init(folder)
     return folder
+
+
+def init(folder: Path) -> None:
+    subprocess.run([REPOSITORY / "deploy" / "init", folder], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="session")

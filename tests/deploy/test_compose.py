@@ -6,13 +6,15 @@ import hashlib
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from deploy.composed import COMPOSE_FILE, REPOSITORY, Composed, Service, VariableMissing, load, num_bytes
+from deploy.composed import COMPOSE_FILE, REPOSITORY, Composed, Service, VariableMissing, load, num_bytes, read_env
 from gateway import settings
+from tests.deploy.conftest import init
 from workers.settings import read_settings
 
 CONFIG = REPOSITORY / "deploy" / "config"
@@ -114,15 +116,48 @@ def test_the_gateway_reads_the_same_of_both_configurations() -> None:
     }
 
 
-def test_the_gateway_knows_the_key_that_was_made(
-    composed: Composed, project: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def check_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Sees that the gateway of a folder's .env takes the key in that folder."""
+
+    def check(folder: Path) -> None:
+        tenants = load(read_env(folder / ".env")).services["gateway"].environment["KVRELAY_TENANTS"]
+        monkeypatch.setenv("KVRELAY_TENANTS", tenants)
+        loaded = settings.load(CONFIG / "kvrelay.yaml")
+        loaded.check_bind()
+        key = (folder / ".kvrelay" / "deploy" / "api-key").read_text()
+        assert loaded.tenants["default"].api_keys == (hashlib.sha256(key.encode()).hexdigest(),)
+
+    return check
+
+
+def test_the_gateway_knows_the_key_that_was_made(check_key: Callable[[Path], None], project: Path) -> None:
+    check_key(project)
+
+
+def test_it_knows_a_key_that_was_made_anew(check_key: Callable[[Path], None], tmp_path: Path) -> None:
+    init(tmp_path)
+    key = tmp_path / ".kvrelay" / "deploy" / "api-key"
+    before = key.read_text()
+    key.unlink()
+    init(tmp_path)
+    assert key.read_text() != before
+    check_key(tmp_path)
+
+
+def test_what_the_user_has_set_is_kept_and_what_is_missing_is_added(
+    check_key: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    tenants = composed.services["gateway"].environment["KVRELAY_TENANTS"]
-    monkeypatch.setenv("KVRELAY_TENANTS", tenants)
-    loaded = settings.load(CONFIG / "kvrelay.yaml")
-    loaded.check_bind()
-    key = (project / ".kvrelay" / "deploy" / "api-key").read_text()
-    assert loaded.tenants["default"].api_keys == (hashlib.sha256(key.encode()).hexdigest(),)
+    env = tmp_path / ".env"
+    env.write_text("# mine\nKVRELAY_FAMILY=tiny\nKVRELAY_UID=\nTORCH_INDEX=\nANOTHER=a=b")  # and no end of the line
+    init(tmp_path)
+    check_key(tmp_path)
+    lines = env.read_text().splitlines()
+    assert lines[:4] == ["# mine", "KVRELAY_FAMILY=tiny", "TORCH_INDEX=", "ANOTHER=a=b"]
+    names = ["KVRELAY_UID", "KVRELAY_GID", "TORCH_INDEX_CUDA", "KVRELAY_API_KEY_SHA256"]
+    assert [line.partition("=")[0] for line in lines[4:]] == names
+    init(tmp_path)
+    assert env.read_text().splitlines() == lines
 
 
 def test_secrets_are_files_of_their_owner_and_are_kept(project: Path) -> None:
@@ -131,7 +166,7 @@ def test_secrets_are_files_of_their_owner_and_are_kept(project: Path) -> None:
     assert {"cluster-secret", "redis-password", "redis-users", "grafana-password", "api-key"} == set(before)
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
     assert before["redis-password"] not in before["redis-users"]
-    subprocess.run([REPOSITORY / "deploy" / "init", project], check=True, stdout=subprocess.DEVNULL)
+    init(project)
     assert {file.name: file.read_text() for file in files} == before
 
 
