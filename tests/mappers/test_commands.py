@@ -309,6 +309,7 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
         (["smol", "--device", "gpu"], "device is 'gpu'; allowed here: cpu"),
         (["one", "--json", "nowhere/report.json"], "cannot write nowhere/report.json: there is no folder nowhere"),
         (["one", "--html", "nowhere/report.html"], "cannot write nowhere/report.html: there is no folder nowhere"),
+        (["one", "--html", "/sys/report.html"], "cannot write to /sys: "),
     ],
 )
 def test_eval_refuses_what_makes_no_sense(
