@@ -123,10 +123,7 @@ class Pump:
 
 
 class EventStream(Response):
-    """Server-sent events whose first frame is already there.
-
-    Ends early when the client hangs up, or takes nothing for `stall_s`: then it has hung up in all but name.
-    """
+    """Server-sent events whose first frame is already there. Ends early when the client hangs up."""
 
     media_type = "text/event-stream"
 
@@ -138,7 +135,6 @@ class EventStream(Response):
         *,
         headers: dict[str, str],
         keep_alive_s: float,
-        stall_s: float,
         on_hang_up: Callable[[], None],
     ):
         super().__init__(headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -147,7 +143,6 @@ class EventStream(Response):
         self._pump = pump
         self._hang_up = hang_up
         self._keep_alive_s = keep_alive_s
-        self._stall_s = stall_s
         self._on_hang_up = on_hang_up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,15 +151,15 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 try:
                     await self._send_frames(send)
-                except (ClientDisconnected, TimeoutError):
+                except ClientDisconnected:
                     self._on_hang_up()
 
     async def _send_frames(self, send: Send) -> None:
         frame: bytes | None = self._first
         while frame is not None:
-            await self._hang_up.race(_send(send, frame), self._stall_s)
+            await self._hang_up.race(_send(send, frame))
             frame = await self._next()
-        await self._hang_up.race(_send(send, b"", more_body=False), self._stall_s)
+        await self._hang_up.race(_send(send, b"", more_body=False))
 
     async def _next(self) -> bytes | None:
         try:

@@ -4,13 +4,16 @@
                                          └─► closed: the body did not arrive whole, or another request came too early
 
 uvicorn keeps whatever comes as a request's head (its URL and headers) until that is whole, waits for it without end,
-and, while a second request waits for the first one's answer, does not notice that the client hangs up. Nothing here
-costs a request whose head arrives in one piece more than a few attributes. Checked with uvicorn 0.54.0.
+and, while a second request waits for the first one's answer, does not notice that the client hangs up. It waits without
+end, too, for a client to take an answer, even where it closes. Nothing here costs a request whose head arrives in one
+piece, and whose client takes the answer, more than a few attributes. Checked with uvicorn 0.54.0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from http import HTTPStatus
 from typing import Any
 
@@ -25,12 +28,15 @@ from gateway.snapshot import Gateway
 from workers.api.errors import InvalidRequest, KvrelayError, RequestTooSlow
 from workers.api.trail import REQUEST_ID_HEADER, new_id
 
+AT_ONCE = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
+
 log = structlog.get_logger()
 
 
 class Protocol(HttpToolsProtocol):
     """Refuses a head that is too large or too slow. Takes one request at a time: one that is sent before the last is
-    answered goes unread, and the connection closes after that answer, so that the client knows to send it again.
+    answered goes unread, and the connection closes after that answer, so that the client knows to send it again. A
+    client that takes nothing of what it was sent, for as long as a stall may last, has hung up in all but name.
 
     `body_left` in a request's state tells whether its body has yet to arrive.
     """
@@ -46,6 +52,7 @@ class Protocol(HttpToolsProtocol):
         self._gateway: Gateway = config.app.state.gateway  # type: ignore[union-attr]
         self._head_is_open = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._is_deaf = False
         self._num_bytes = 0  # read since the head began, or since nothing more is heard
 
@@ -54,8 +61,22 @@ class Protocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_head_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_taking()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._wait_for_taking()
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -76,7 +97,9 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_is_open = False
         if self._head_timer is not None:
-            self._stop_timer()
+            self._stop_head_timer()
+        if self._stall_timer is not None and not self.flow.write_paused:
+            self._stop_stall_timer()  # the client is there; what is unsent now grows by another answer
         self.scope["state"]["body_left"] = True
         super().on_headers_complete()
 
@@ -126,10 +149,30 @@ class Protocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._refuse(RequestTooSlow(f"the headers did not arrive within {self._gateway.settings.deadlines.body_s:g} s"))
 
-    def _stop_timer(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _wait_for_taking(self) -> None:
+        """Until the client takes more of what it was sent."""
+        self._stop_stall_timer()
+        stall_s, unsent = self._gateway.settings.deadlines.client_stall_s, self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(stall_s, self._look_whether_taken, unsent)
+
+    def _look_whether_taken(self, unsent: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left >= unsent:
+            # A reset, or the kernel would hold what is unsent for minutes more.
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+            self.transport.abort()
+        elif left:
+            self._wait_for_taking()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _refuse(self, error: KvrelayError) -> None:
         """Tells what is wrong, unless an answer has begun, and closes."""

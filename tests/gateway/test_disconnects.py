@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
@@ -13,8 +14,12 @@ import pytest
 
 from gateway.connection import HangUp
 from gateway.errors import ClientDisconnected
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
 from workers.api.fake import FakeWorker
+
+TCP_ESTABLISHED = 1
+STALLING = {"request_s": 60.0, "client_stall_s": 0.3}
+MUCH = " ".join(["x" * 200_000] * 100)  # more than all buffers on the way hold
 
 
 @pytest.fixture
@@ -85,53 +90,82 @@ async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: st
     await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_a_client_that_takes_nothing_is_not_waited_for() -> None:
-    async with live_stack(deadlines={"request_s": 60.0, "client_stall_s": 0.3}) as stack:
-        stack.large.answer = " ".join(["x" * 200_000] * 100)  # more than all buffers on the way hold
-        body = orjson.dumps({"model": "large", "messages": MESSAGES, "stream": True})
-        async with raw_post(stack, body, declared=len(body)):
+async def test_a_client_that_takes_nothing_of_a_stream_is_not_waited_for() -> None:
+    async with live_stack(deadlines=STALLING) as stack:
+        stack.large.answer = MUCH
+        async with raw_post(stack, asked(stream=True)) as (_, writer):
+            await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
+            await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+            await eventually(lambda: not is_established(writer))
+
+
+async def test_a_client_that_takes_nothing_of_a_whole_answer_is_let_go() -> None:
+    async with live_stack(deadlines=STALLING) as stack:
+        stack.large.answer = MUCH
+        async with raw_post(stack, asked(stream=False)) as (_, writer):
+            await eventually(lambda: stack.metric("requests_total", model="large", status="200") == 1, within_s=10)
+            assert is_established(writer)
+            await eventually(lambda: not is_established(writer))
+
+
+async def test_a_stream_is_not_begun_for_a_client_that_takes_nothing() -> None:
+    """It asks again over a connection on which it has left an answer unread."""
+    async with live_stack(deadlines=STALLING) as stack:
+        stack.large.answer = MUCH
+        async with raw_post(stack, asked(stream=False)) as (_, writer):
+            await eventually(lambda: stack.metric("requests_total", model="large", status="200") == 1, within_s=10)
+            stack.large.answer = "word"
+            writer.write(head(stack, len(asked(stream=True))) + asked(stream=True))
             await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
             await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_the_end_of_a_stream_is_not_waited_for_either() -> None:
-    async with in_process(deadlines={"request_s": 10.0, "client_stall_s": 0.05}) as stack:
-        body = orjson.dumps({"model": "large", "messages": MESSAGES, "stream": True})
-        received = asyncio.Queue[dict[str, Any]]()
-        received.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        sent: list[bytes] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message.get("body", b""))
-            if message["type"] == "http.response.body" and not message["more_body"]:
-                await asyncio.Event().wait()
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-        await asyncio.wait_for(stack.app(scope, received.get, send), 20)
-        assert sent[-2:] == [b"data: [DONE]\n\n", b""]
-        assert stack.metric("client_disconnects_total", phase="stream") == 1
+async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it() -> None:
+    async with live_stack(deadlines=STALLING) as stack:
+        stack.large.answer = MUCH
+        async with raw_post(stack, asked(stream=False)) as (reader, _):
+            told = await reader.readuntil(b"\r\n\r\n")
+            left = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            while left:
+                await asyncio.sleep(STALLING["client_stall_s"] / 10)
+                left -= len(await reader.readexactly(min(left, 2_000_000)))
 
 
 async def test_a_body_that_never_comes_is_not_waited_for() -> None:
     async with live_stack(deadlines={"request_s": 60.0, "body_s": 0.3}) as stack:
-        async with raw_post(stack, b'{"model": ', declared=1000) as reader:
+        async with raw_post(stack, b'{"model": ', declared=1000) as (reader, _):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
             assert b" 408 " in head
 
 
 @asynccontextmanager
-async def raw_post(stack: Stack, body: bytes, *, declared: int) -> AsyncIterator[asyncio.StreamReader]:
+async def raw_post(
+    stack: Stack, body: bytes, *, declared: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Sends a request by hand, and reads nothing of the reply."""
-    host, _, port = stack.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {declared}\r\n\r\n"
-    writer.write(head.encode() + body)
+    url = httpx.URL(stack.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+    writer.write(head(stack, len(body) if declared is None else declared) + body)
     try:
-        yield reader
+        yield reader, writer
     finally:
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+
+
+def head(stack: Stack, num_bytes: int) -> bytes:
+    return f"POST /v1/chat/completions HTTP/1.1\r\nhost: {stack.url}\r\ncontent-length: {num_bytes}\r\n\r\n".encode()
+
+
+def asked(*, stream: bool) -> bytes:
+    return orjson.dumps({"model": "large", "messages": MESSAGES, "stream": stream})
+
+
+def is_established(writer: asyncio.StreamWriter) -> bool:
+    """As the kernel has it, whatever of it has been read: tcp(7)."""
+    state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state[0] == TCP_ESTABLISHED
 
 
 async def never() -> Any:
