@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.gathered import Chunk
 from gateway.policies import Verdict
@@ -36,6 +35,7 @@ class Account:
         return verdict
 
     def fell_back(self, reason: str) -> None:
+        self._turn.drop_handoff()
         self._report.path = f"fallback:{reason}"
         self._metrics.full_prefill_fallback.labels(reason).inc()
         log.info("fell_back", reason=reason)
@@ -71,9 +71,6 @@ class Account:
         if usage is not None:
             self._report.answered(usage, by_small=self._is_by_small(stream), may_rename=not turn.request.stream)
             stream.worker.note_usage(usage, stream.answer.num_prompt_tokens)
-            if usage.cache_id is not None:
-                kept, count = usage.cache_id, usage.num_tokens
-                cache_access(turn.tenant, "written", worker=stream.worker.id, cache_id=kept, num_tokens=count)
         if turn.stores:
             await self._course.parts.prefixes.file_answer(turn, stream)
         self._metrics.ended(self._report, turn.since_arrival_ms(time.monotonic()))

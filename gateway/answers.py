@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 
 from gateway import asks
@@ -10,6 +11,8 @@ from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
 from gateway.patience import patience
+from gateway.policies import Token
+from gateway.turn import guessed_tokens
 from gateway.worker import Question, Stream, Worker
 from workers.api.errors import KvrelayError
 
@@ -17,7 +20,6 @@ MAX_INTERVAL_S = 0.25
 INTERVAL_SHARE = 0.25  # of the longest gap that settings allow
 GAP_SHARE = 0.25  # of the time left so much, at most, passes between two tokens of an answer that can be replaced
 GAP_INTERVALS = 2  # but not less than what a worker may let pass by itself
-BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 
 class Answers:
@@ -25,15 +27,21 @@ class Answers:
 
     def __init__(self, course: Course):
         self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
+        self.given_up_by: str | None = None  # the tier that was asked when the client hung up
         self._course = course
         self._streams: list[Stream] = []
+        self._follow_ups: list[Stream] = []
 
     async def aclose(self) -> None:
-        """Hangs up on whatever worker is still at one."""
-        if under_way := [stream for stream in self._streams if not stream.is_closed]:
+        """Hangs up on whatever worker is still at one. What they have kept is told to the log."""
+        if under_way := [stream for stream in self._all if not stream.is_closed]:
             async with AsyncExitStack() as closing:
                 for stream in under_way:
                     closing.push_async_callback(stream.aclose)
+        for stream in self._streams:
+            if (kept := stream.answer.kv) is not None and kept.cache_id is not None:
+                tenant, count = self._course.turn.tenant, kept.num_tokens
+                cache_access(tenant, "written", worker=stream.worker.id, cache_id=kept.cache_id, num_tokens=count)
 
     async def open(
         self,
@@ -45,11 +53,9 @@ class Answers:
         patience: Deadline | None = None,
     ) -> Stream:
         """Under way, with its first content there."""
-        course, request = self._course, self._request(cache_id, judged)
-        if cache_id is not None:
-            cache_access(course.turn.tenant, "read", worker=worker.id, cache_id=cache_id)
-        with course.turn.upstream(self.phase(worker.tier)):
-            return await self._noted(worker, request, first_by, course.turn.deadline, patience)
+        turn, request = self._course.turn, self._request(cache_id, judged)
+        with turn.upstream(self.phase(worker.tier)):
+            return await self._opened(self._streams, worker, request, first_by, turn.deadline, patience)
 
     async def open_by(
         self,
@@ -64,28 +70,40 @@ class Answers:
         turn = self._course.turn
         with turn.upstream(self.phase(tier.name)):
             _, stream = await tier.ask(
-                lambda worker: self._noted(worker, self._request(None, judged), first_by, turn.deadline),
+                lambda worker: self._opened(
+                    self._streams, worker, self._request(None, judged), first_by, turn.deadline
+                ),
                 failed=failed,
                 patience=patience,
             )
             return stream
 
-    async def ask_about(self, stream: Stream, question: str, by: Deadline) -> Stream:
-        """What the worker of an answer that is whole says about it, in one token."""
+    async def ask_about(self, stream: Stream, question: str, by: Deadline) -> list[Token]:
+        """What the worker of an answer that is whole says about it, in one token; none where it says nothing."""
         num_top = self._course.policy.num_top_logprobs
         request = asks.follow_up(self._course.turn, stream.answer, question, num_top, by)
-        return await self._noted(stream.worker, request, by, by, patience(by, self._course.above))
+        waits = patience(by, self._course.above)
+        reply = await self._opened(self._follow_ups, stream.worker, request, by, by, waits)
+        await reply.read_out()
+        return reply.answer.tokens[:1]
 
-    async def _noted(
+    async def _opened(
         self,
+        among: list[Stream],
         worker: Worker,
         request: Question,
         first_by: Deadline,
         deadline: Deadline,
         patience: Deadline | None = None,
     ) -> Stream:
-        stream = await worker.open_answer(request, first_by=first_by, deadline=deadline, patience=patience)
-        self._streams.append(stream)
+        if request.cache_id is not None:
+            cache_access(self._course.turn.tenant, "read", worker=worker.id, cache_id=request.cache_id)
+        try:
+            stream = await worker.open_answer(request, first_by=first_by, deadline=deadline, patience=patience)
+        except asyncio.CancelledError:
+            self.given_up_by = worker.tier
+            raise
+        among.append(stream)
         return stream
 
     def _request(self, cache_id: str | None, judged: bool) -> Question:
@@ -121,23 +139,26 @@ class Answers:
 
     @property
     def num_read_once(self) -> int:
-        """The prompt's tokens, by whomever they were read."""
-        answers = [stream.answer for stream in self._streams]
-        num_read = max([self.num_read, *(answer.num_prompt_tokens for answer in answers)])
-        if answers and not num_read:
-            num_read = self._course.turn.unread_bytes(0) // BYTES_PER_TOKEN
+        """The prompt's tokens, by whomever they were read; guessed where no worker came to tell them."""
+        num_read = max([self.num_read, *(stream.answer.num_prompt_tokens for stream in self._streams)])
+        if not num_read and (self._streams or self.given_up_by is not None):
+            num_read = guessed_tokens(self._course.turn.messages)
         return num_read
 
     @property
     def num_written(self) -> int:
         """By every model, told or not."""
-        return sum(stream.answer.num_written for stream in self._streams)
+        return sum(stream.answer.num_written for stream in self._all)
 
     @property
     def by_tier(self) -> dict[str, int]:
         """Of each tier that answered: the prompt once, and all that it wrote."""
-        by_tier: dict[str, int] = {}
-        for stream in self._streams:
+        by_tier = {} if self.given_up_by is None else {self.given_up_by: self.num_read_once}
+        for stream in self._all:
             by_tier.setdefault(stream.worker.tier, self.num_read_once)
             by_tier[stream.worker.tier] += stream.answer.num_written
         return by_tier
+
+    @property
+    def _all(self) -> list[Stream]:
+        return [*self._streams, *self._follow_ups]

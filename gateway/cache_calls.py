@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from gateway.routing import check_may_use
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.tenants import Tenant
 from gateway.transfers import counted
-from gateway.turn import Found
+from gateway.turn import Found, guessed_tokens
 from gateway.worker import Worker
 from workers.api.errors import BundleUnusable, CacheUnusable, InvalidRequest
-from workers.api.schemas import CacheReply, PrefillReply, PrefillRequest, TransferReply, TransferRequest
+from workers.api.schemas import CacheReply, Message, PrefillReply, PrefillRequest, TransferReply, TransferRequest
 
 TOLD = {"cache_id", "num_tokens", "digest", "epoch", "expires_at", "provenance"}
 TOLD_OF_PREFILL = TOLD | {"cached_tokens", "prefill_ms"}
@@ -39,7 +40,12 @@ class CacheCall:
         """Reads the prefix on a worker of the model that is named."""
         tier = self._tier(asked.target_model)
         with self.parts.shares.one(self.tenant.name):
-            worker, reply = await tier.ask(partial(self._read, asked), patience=patience(self.deadline))
+            try:
+                worker, reply = await tier.ask(partial(self._read, asked), patience=patience(self.deadline))
+            except asyncio.CancelledError:
+                text = Message(role="user", content=asked.prefix)
+                await self.parts.spent(self.tenant, guessed_tokens([text, *asked.conversation]))
+                raise
         cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._keep(worker.id, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)

@@ -181,8 +181,7 @@ class Cascade:
                 above.begin_early(read)
         if policy.follow_up is None:
             return stream.answer.tokens[: policy.num_judged_tokens]
-        reply = await self._answers.ask_about(stream, policy.follow_up, by)
-        return await reply.first_tokens(1, by)
+        return await self._answers.ask_about(stream, policy.follow_up, by)
 
     def _small_by(self) -> Deadline:
         """Until then an answer that is to be judged, begun now, must have come far enough. Where nobody could take over

@@ -50,6 +50,7 @@ class Takeover:
         """The target's answer, from the best that there is; `read` is what the small model has read already."""
         turn = self._turn
         turn.escalated_at, turn.report.path = time.monotonic(), "prefill"
+        turn.drop_handoff()  # of a tier below, which will not do
         if not turn.may_map:
             return await self.native.answer()
         if self._early is None and (own := self._own_at_hand()) is not None:

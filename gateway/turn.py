@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,8 @@ from gateway.registry import Entry
 from gateway.schemas import AskedFor
 from gateway.tenants import Tenant
 from workers.api.schemas import KVUsage, Message, PrefillReply, TransferReply
+
+BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,10 @@ class Report:
         self.transfer_ms, self.map_ms, self.copy_ms = transfer_ms, reply.map_ms, reply.copy_ms
         self.bytes, self.handoff_tokens, self.mapper = reply.bytes, reply.num_tokens, reply.mapper
 
+    def drop_handoff(self) -> None:
+        """The answer will be over something else than what was handed over."""
+        self.transfer_ms = self.map_ms = self.copy_ms = self.bytes = self.handoff_tokens = self.mapper = None
+
     def small_read(self, reply: PrefillReply) -> None:
         self.small_prefill_ms, self._small_cached = reply.prefill_ms, reply.cached_tokens
 
@@ -166,7 +172,12 @@ class Turn:
 
     def unread_bytes(self, num_messages: int) -> int:
         """The text behind the first `num_messages`."""
-        return sum(len(message.text.encode()) for message in self.messages[num_messages:])
+        return num_bytes(self.messages[num_messages:])
+
+    def drop_handoff(self) -> None:
+        """The answer will be over something else than what was handed over."""
+        self.is_shadowed = False
+        self.report.drop_handoff()
 
     @contextmanager
     def upstream(self, phase: str) -> Iterator[None]:
@@ -187,3 +198,11 @@ class Turn:
     def since_arrival_ms(self, at: float) -> float:
         return (at - self.arrived_at) * 1000
 
+
+def num_bytes(messages: Iterable[Message]) -> int:
+    """Of their text."""
+    return sum(len(message.text.encode()) for message in messages)
+
+
+def guessed_tokens(messages: Iterable[Message]) -> int:
+    return num_bytes(messages) // BYTES_PER_TOKEN

@@ -15,7 +15,6 @@ from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, NoUsableWorker
 from gateway.gathered import Chunk, Gathered
 from gateway.limits import Gate
-from gateway.policies import Token
 from gateway.settings import Deadlines
 from gateway.texts import ChatChunks
 from workers.api import tracing
@@ -45,6 +44,12 @@ class Question:
 
     is_chat: bool
     fields: dict[str, Any]
+
+    @property
+    def cache_id(self) -> str | None:
+        """The cache that it is to be answered from."""
+        cache_id: str | None = self.fields["kv_transfer_params"]["cache_id"]
+        return cache_id
 
 
 class Worker:
@@ -279,12 +284,6 @@ class Stream:
         with self._span.entered():
             while self.first_at is None and not self.has_ended:
                 await self._pull(by)
-
-    async def first_tokens(self, num_tokens: int, by: Deadline) -> list[Token]:
-        """The first `num_tokens` tokens of the answer with their log-probabilities, or all where it has fewer."""
-        while await self.read_on(num_tokens, by):
-            pass
-        return self.answer.tokens[:num_tokens]
 
     async def read_on(self, num_tokens: int, by: Deadline) -> bool:
         """Reads the next chunk; False where that is not needed for so many tokens, or the answer has ended."""

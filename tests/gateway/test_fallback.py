@@ -78,6 +78,7 @@ async def test_every_fault_in_every_phase_ends_in_the_right_answer(phase: str, f
         assert told(reply)["tier"] == "large"
         assert stack.metric("full_prefill_fallback_total", reason=path.removeprefix("fallback:")) == 1
         assert stack.large.made("chat"), "the answer was read natively"
+        assert told(reply)["mapper"] is told(reply)["handoff_tokens"] is told(reply)["transfer_ms"] is None
 
 
 async def test_a_forced_escalation_falls_back_too(stack: Stack) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from gateway.language import language_of
 from gateway.policies import POLICIES, Asked, Policy, Token, build
-from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, right_answer, text, told
 
 TIERS = ["small", "large"]
 ASKED = Asked(text="Why?", num_chars=4)
@@ -255,6 +256,17 @@ async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str,
         assert asked["messages"][-2]["content"] == right_answer(stack.small, MESSAGES)
         assert (asked["max_tokens"], asked["kv_transfer_params"]["store"]) == (1, False)
         assert stack.metric("num_requests_running", tier="small") == 0
+
+
+async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answers(verifier: dict[str, Any]) -> None:
+    async with in_process(policy=verifier) as stack:
+        stack.small.answers_to = {"Right?": "No"}
+        stack.large.delay("cached_chat", 10.0)
+        asking = asyncio.create_task(stack.chat())
+        await eventually(lambda: bool(stack.large.made("cached_chat")))
+        assert stack.metric("num_requests_running", tier="small") == 0
+        stack.large.heal()
+        assert told(await asking)["tier"] == "large"
 
 
 async def test_a_verifier_that_fails_is_no_error_of_the_clients(stack: Stack, verifier: dict[str, Any]) -> None:

@@ -14,10 +14,11 @@ from limits import RateLimitItemPerMinute
 from gateway.errors import RateLimited, SettingsError
 from gateway.policies.budget import Budget
 from gateway.quotas import TOKENS, Quotas
+from gateway.registry import connect
 from gateway.settings import RegistrySettings, from_values
 from gateway.tenants import Tenant
 from tests.gateway.redis_process import redis_process
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, told, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, told, values
 from workers.api.fake import render
 from workers.api.schemas import Message
 
@@ -29,10 +30,11 @@ def tenant(name: str, *, requests: int | None = None, tokens: int | None = None)
 @asynccontextmanager
 async def counting(url: str) -> AsyncIterator[Quotas]:
     """Waits longer than a request may, on however busy a machine."""
-    settings = RegistrySettings.model_construct(url=url, timeout_ms=10_000)
-    quotas = Quotas(settings, lambda op, result: None)
+    filed = connect(RegistrySettings.model_construct(url=url, timeout_ms=10_000), lambda op, result: None)
+    quotas = Quotas(filed.redis)
     yield quotas
     await quotas.aclose()
+    await filed.aclose()
 
 
 async def num_admitted(quotas: Quotas, who: Tenant, tries: int = 5) -> int:
@@ -130,10 +132,37 @@ async def test_a_client_that_hangs_up_is_charged(model: str) -> None:
                 if "content" in line and '"content":""' not in line:
                     break
         await eventually(lambda: stack.small.num_hang_ups == 1)
-        async with asyncio.timeout(20):
-            while not (spent := await num_spent(stack)):  # noqa: ASYNC110 - the gateway runs in another thread
-                await asyncio.sleep(0.01)
+        spent = await once_spent(stack)
         assert NUM_READ <= spent <= NUM_READ + 4 if model == "auto" else NUM_READ <= spent <= 3 * NUM_READ
+
+
+@pytest.mark.parametrize(("model", "call"), [("auto", "prefill"), ("small", "chat")])
+async def test_a_client_that_hangs_up_before_the_first_token_is_charged(model: str, call: str) -> None:
+    async with live_stack(tenants=COUNTING) as stack:
+        await hang_up_once_called(stack, "/v1/chat/completions", call, model=model, messages=MESSAGES)
+        assert NUM_READ <= await once_spent(stack) <= 3 * NUM_READ
+
+
+@pytest.mark.parametrize("asked", [{"messages": MESSAGES}, {"prefix": LONG}])
+async def test_a_client_that_hangs_up_on_a_prefix_is_charged(asked: dict[str, Any]) -> None:
+    async with live_stack(tenants=COUNTING) as stack:
+        await hang_up_once_called(stack, "/v1/prefix/prefill", "prefill", **asked)
+        assert NUM_READ * 0.9 <= await once_spent(stack) <= 3 * NUM_READ
+
+
+async def hang_up_once_called(stack: Stack, path: str, call: str, **body: Any) -> None:
+    stack.small.delay(call, 30.0)
+    asking = asyncio.create_task(stack.http.post(path, json=body))
+    await eventually(lambda: bool(stack.small.made(call)))
+    asking.cancel()
+    await asyncio.wait({asking})
+
+
+async def once_spent(stack: Stack) -> int:
+    async with asyncio.timeout(20):
+        while not (spent := await num_spent(stack)):  # noqa: ASYNC110 - the gateway runs in another thread
+            await asyncio.sleep(0.01)
+    return spent
 
 
 async def test_what_is_charged_survives_its_callers_cancellation() -> None:
