@@ -80,8 +80,8 @@ class Course:
         return self.decision.route == "answer"
 
     async def look_up(self) -> None:
-        """What the registry knows of this prompt, for every tier that may be asked."""
-        if self.turn.stores:
+        """What the registry knows of this prompt, for every tier that may be asked; looked up once."""
+        if self.turn.stores and not self.turn.known:
             with tracing.span("prefix"):
                 await self.parts.prefixes.look_up(self.turn, self.tiers)
 

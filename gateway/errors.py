@@ -22,7 +22,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
 
@@ -108,7 +107,3 @@ def reply_headers(error: KvrelayError) -> dict[str, str]:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
-
-
-def body(error: KvrelayError) -> dict[str, Any]:
-    return for_client(error).body()

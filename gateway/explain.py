@@ -24,10 +24,12 @@ async def explain(course: Course) -> dict[str, Any]:
     answer from (`own_exact`, `own_mapped`, `handoff`, `full_prefill`) and why; null where there is none to come.
     Counts and milliseconds are null where no worker could say how many tokens the prompt has.
     """
-    await course.look_up()
     turn, decision = course.turn, course.decision
+    with course.parts.shares.one(turn.tenant.name):
+        await course.look_up()
+        with turn.upstream(turn.phase):
+            num_tokens = await _count(course)
     would_escalate = {"answer": False, "escalate": True, "cascade": None}[decision.route]
-    num_tokens = await _count(course)
     told: dict[str, Any] = {
         "route": decision.route,
         "tier": decision.tier,

@@ -51,7 +51,8 @@ class Trace:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                state["status"] = message["status"]
+                if state["status"] == UNTOLD:  # a stream may have broken off behind its first frame
+                    state["status"] = message["status"]
                 message["headers"] = [*message["headers"], (NAMED, state["request_id"].encode())]
                 if state.get("body_left"):
                     await self._rid_of_body(message, state, receive)

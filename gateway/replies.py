@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -79,8 +79,11 @@ def completion(turn: Turn, gathered: Gathered) -> Body:
     return head | {"choices": [choice], "usage": _usage(turn, gathered.usage), "kvrelay": turn.report.told()}
 
 
-async def frames(turn: Turn, pieces: AsyncGenerator[list[Chunk], None]) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. What goes wrong before the first is raised; later it is one error frame.
+async def frames(
+    turn: Turn, pieces: AsyncGenerator[list[Chunk], None], on_error: Callable[[KvrelayError], None]
+) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. What goes wrong before the first is raised; later it is one error frame, and
+    `on_error` is told.
 
     What ends the answer (finish reason, usage) is held back until all is over: the last chunk carries `kvrelay`.
     """
@@ -103,7 +106,9 @@ async def frames(turn: Turn, pieces: AsyncGenerator[list[Chunk], None]) -> Async
         except Exception as error:
             if head is None:
                 raise
-            yield sse(errors.body(_told(turn, error)))
+            told_as = errors.for_client(_told(turn, error))
+            on_error(told_as)
+            yield sse(told_as.body())
             return
     for last in _last(turn, finish, ending.usage):
         yield sse((head or {}) | last)

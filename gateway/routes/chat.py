@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,10 +40,10 @@ DIRECT = {"/v1/chat/completions": chat_completions, "/v1/completions": text_comp
 async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
     cascade = Cascade(await choose(snapshot.parts, turn))
-    if turn.request.kvrelay.explain:
-        turn.report.explained = await explain(cascade.course)
     hang_up = HangUp(request.receive)
     try:
+        if turn.request.kvrelay.explain:
+            turn.report.explained = await hang_up.race(explain(cascade.course))
         return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
     except ClientDisconnected:
         _count_hang_up(request, turn)
@@ -60,21 +62,19 @@ async def _whole(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp
 
 async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
     """The status is held until there is content: what fails before is a real HTTP error."""
-    pump = Pump(frames(turn, cascade.pieces()))
+    pump = Pump(frames(turn, cascade.pieces(), on_error=lambda error: _ended_as(request, error.status)))
     try:
         first = await hang_up.race(pump.next())
     except BaseException:
         await pump.aclose()
         raise
     assert first is not None
-    deadlines = request.state.snapshot.settings.deadlines
     return EventStream(
         first,
         pump,
         hang_up,
         headers=_headers(request, turn),
-        keep_alive_s=deadlines.keep_alive_s,
-        stall_s=deadlines.client_stall_s,
+        keep_alive_s=request.state.snapshot.settings.deadlines.keep_alive_s,
         on_hang_up=lambda: _count_hang_up(request, turn),
     )
 
@@ -83,7 +83,13 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
-    return json_reply(await explain(await choose(snapshot.parts, turn)))
+    course = await choose(snapshot.parts, turn)
+    with closing(HangUp(request.receive)) as hang_up:
+        try:
+            return json_reply(await hang_up.race(explain(course)))
+        except ClientDisconnected:
+            _count_hang_up(request, turn)
+            raise
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
@@ -110,6 +116,11 @@ def _headers(request: Request, turn: Turn) -> dict[str, str]:
     }
 
 
+def _ended_as(request: Request, status: int) -> None:
+    """Whatever the status was that the answer began with."""
+    request.state.status = status
+
+
 def _count_hang_up(request: Request, turn: Turn) -> None:
-    request.state.status = ClientDisconnected.status
+    _ended_as(request, ClientDisconnected.status)
     request.app.state.gateway.metrics.client_disconnects.labels(turn.phase).inc()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, told, turn_after
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, told, turn_after
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import Rates
 
@@ -40,6 +41,32 @@ async def test_the_route(
     assert (answer["route"], answer["would_escalate"]) == (route, would_escalate)
     assert answer["would_transfer"] is (reason == "faster")
     assert (answer["escalation"] or {}).get("reason") == reason
+
+
+async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> None:
+    async with live_stack() as stack:
+        stack.small.delay("tokenize", 0.5)
+        reply = await stack.chat(kvrelay={"explain": True})
+        assert told(reply)["explained"]["num_tokens"]
+        assert float(reply.headers["x-kvrelay-overhead-ms"]) < 400
+        assert stack.metric("prefix_lookups_total", tier="small") == 1, "explained and answered by one look"
+        asking = asyncio.create_task(
+            stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
+        )
+        stack.small.delay("tokenize", 30.0)
+        await eventually(lambda: len(stack.small.made("tokenize")) == 2)
+        asking.cancel()
+        await eventually(lambda: stack.small.num_hang_ups == 1, within_s=1.5)
+
+
+async def test_an_explanation_is_one_of_the_requests_that_a_tenant_may_have_in_flight() -> None:
+    async with in_process(limits={"max_concurrency_per_tenant": 1}) as stack:
+        stack.small.delay("tokenize", 1.0)
+        body = {"model": "auto", "messages": MESSAGES}
+        first = asyncio.create_task(stack.http.post("/v1/cascade/explain", json=body))
+        await eventually(lambda: bool(stack.small.made("tokenize")))
+        assert (await stack.http.post("/v1/cascade/explain", json=body)).status_code == 429
+        assert (await first).status_code == 200
 
 
 async def test_without_a_mapper_for_the_pair_nothing_would_be_handed_over(stack: Stack) -> None:

@@ -113,6 +113,7 @@ async def test_after_content_an_error_is_one_frame_and_the_end(stack: Stack, how
     assert reply.status_code == 200
     assert orjson.loads(frames[-1])["error"]["code"] == "upstream_error"
     assert "[DONE]" not in frames
+    await eventually(lambda: stack.metric("requests_total", model="large", status="502") == 1)
     assert joined(frames[:-1]) == " ".join(right_answer(stack.large, MESSAGES).split()[:3])
     assert stack.large.made("chat") and len(stack.large.calls) - len(stack.large.made("info")) < 10
 
