@@ -13,7 +13,7 @@ import httpx
 import structlog
 
 from gateway.bell import Bell
-from gateway.breaker import Breaker, until_one_admits
+from gateway.breaker import Breaker, State, until_one_admits
 from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, NoUsableWorker
 from gateway.limits import Gate
@@ -71,27 +71,55 @@ class Tier:
         """Whom `pick` gave, and what `call` brought of it. Where nobody is usable now, it waits in the tier's queue,
         within the `patience`, for the first that is. Who `failed` before is not asked, who does now is noted there."""
         failed = {} if failed is None else failed
-        while True:
-            await self._until_one_admits(lambda: [worker.breaker for worker in self._in_service(failed)], patience)
-            worker = self.pick(preferred, failed)
+
+        async def noted(worker: Worker) -> T:
             try:
-                return worker, await call(worker)
+                return await call(worker)
             except CircuitOpen:
-                continue  # another call was faster: whoever is usable then
+                raise
             except KvrelayError as error:
                 failed[worker.id] = error
                 raise
+
+        return await self._asked(
+            noted,
+            pick=lambda: self.pick(preferred, failed),
+            circuits=lambda: [worker.breaker for worker in self._in_service(failed)],
+            patience=patience,
+        )
 
     async def ask_to_take_over(
         self, call: Callable[[Worker], Awaitable[T]], patience: Deadline | None
     ) -> tuple[Worker, T]:
         """As `ask`, for a `call` that the circuit of transfers has to let through. It goes to nobody whose answers
         fail, as what it makes is there to answer from."""
+        return await self._asked(
+            call,
+            pick=lambda: self._picked(self._taking_over),
+            circuits=lambda: self._in_the_way,
+            patience=patience,
+        )
+
+    async def _asked(
+        self,
+        call: Callable[[Worker], Awaitable[T]],
+        *,
+        pick: Callable[[], Worker],
+        circuits: Callable[[], Sequence[Breaker]],
+        patience: Deadline | None,
+    ) -> tuple[Worker, T]:
+        """Whom `pick` gives, once one of the circuits would let it through."""
         while True:
-            await self._until_one_admits(lambda: [worker.transfers for worker in self._answering], patience)
-            worker = self._picked(self._taking_over)
-            with suppress(CircuitOpen):
+            await self._until_one_admits(circuits, patience)
+            worker = pick()
+            with suppress(CircuitOpen):  # another call was faster: whoever is usable then
                 return worker, await call(worker)
+
+    @property
+    def _in_the_way(self) -> list[Breaker]:
+        """Of a handoff to each worker whose answers do not fail: its circuit that has yet to let one through."""
+        workers = [worker for worker in self._in_service() if worker.breaker.state is not State.OPEN]
+        return [worker.transfers if worker.breaker.admits else worker.breaker for worker in workers]
 
     @property
     def _answering(self) -> list[Worker]:
@@ -101,7 +129,7 @@ class Tier:
     def _taking_over(self) -> list[Worker]:
         return [worker for worker in self._answering if worker.transfers.admits]
 
-    def _in_service(self, avoid: Collection[str]) -> list[Worker]:
+    def _in_service(self, avoid: Collection[str] = ()) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.is_in_service and worker.id not in avoid]
 
     async def _until_one_admits(self, circuits: Callable[[], Sequence[Breaker]], patience: Deadline | None) -> None:

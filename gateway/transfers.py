@@ -9,6 +9,7 @@ from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
+from gateway.errors import CircuitOpen
 from gateway.handoff import Transfer
 from gateway.metrics import Metrics
 from gateway.sources import Handed, Read
@@ -47,6 +48,8 @@ async def counted(
     started = time.monotonic()
     try:
         reply = await worker.transfer(request, by)
+    except CircuitOpen:
+        raise  # nobody was asked
     except KvrelayError as error:
         metrics.handoffs.labels(error.code).inc()
         raise

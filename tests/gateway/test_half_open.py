@@ -187,6 +187,21 @@ async def test_a_handed_over_cache_does_not_go_to_a_worker_whose_answers_fail() 
         assert stack.large.made("transfer") == []
 
 
+async def test_a_handed_over_cache_waits_for_a_trial_of_the_workers_answers() -> None:
+    async with in_process(breaker=BREAKER) as stack:
+        cache_id = (await prefill(stack)).json()["cache_id"]
+        await opened(stack, "large by name")
+        await asyncio.sleep(OPEN_S)
+        stack.large.heal()
+        stack.large.delay("chat", 0.3)
+        trial = asyncio.create_task(stack.chat(model="large"))
+        await eventually(lambda: worker_of(stack, "large-0").breaker.state is State.HALF_OPEN)
+        await eventually(lambda: not worker_of(stack, "large-0").breaker.admits)
+        body = {"cache_id": cache_id, "target_model": "large"}
+        assert (await stack.http.post("/v1/cache/transfer", json=body)).status_code == 200
+        assert (await trial).status_code == 200
+
+
 def fleet_of(stack: Stack) -> Fleet:
     fleet: Fleet = stack.app.state.gateway.parts.fleet
     return fleet
