@@ -20,11 +20,12 @@ from limits.aio.strategies import FixedWindowRateLimiter
 
 from gateway.errors import RateLimited
 from gateway.policies.budget import Budget
-from gateway.settings import RegistrySettings
 from gateway.tenants import Tenant
 
 if TYPE_CHECKING:
     from limits.aio.storage import Storage
+
+    from gateway.registry.guarded import GuardedRedis
 
 PREFIX = "kvrelay:quota"
 REQUESTS, TOKENS, BUDGET, EVERYONE = "requests", "tokens", "budget", "*"
@@ -36,28 +37,13 @@ Account = tuple[RateLimitItem, tuple[str, ...]]  # a window, and whose it is
 
 
 class Quotas:
-    def __init__(self, settings: RegistrySettings, on_op: Callable[[str, str], None]):
+    def __init__(self, redis: GuardedRedis | None = None, now: Callable[[], float] = time.time):
+        """Without a `redis`, which stays its owner's to close, in this process. `now` is in Unix seconds."""
+        self._redis = redis
+        self._now = now
         self._own = Counted(MemoryStorage())
-        self._shared: Counted | None = None
+        self._shared = Counted(_in(redis)) if redis is not None else self._own
         self._spending: set[asyncio.Task[None]] = set()
-        if settings.is_shared:
-            self._connect(settings.full_url, settings.timeout_ms / 1000, on_op)
-
-    def _connect(self, url: str, timeout_s: float, on_op: Callable[[str, str], None]) -> None:
-        from redis.asyncio import Redis  # which nobody else needs
-
-        from gateway.registry.guard import Guard
-        from workers.api.redis_pool import pool_of
-
-        self._pool = pool_of(url, timeout_s)
-        storage = RedisStorage(
-            "async+redis://",  # which and where, the pool knows
-            implementation="redispy",
-            key_prefix=PREFIX,
-            connection_pool=self._pool,  # type: ignore[arg-type]
-        )
-        self._shared = Counted(storage)
-        self._guard = Guard(Redis.from_pool(self._pool).ping, timeout_s=timeout_s, on_op=on_op)
 
     async def admit(self, tenant: Tenant) -> None:
         """Counts one request. Raises `RateLimited` where the minute's requests or tokens are used up."""
@@ -75,7 +61,7 @@ class Quotas:
         return frozenset([budget for budget in budgets if await self._spent_of(tenant, budget) >= budget.tokens])
 
     async def _spent_of(self, tenant: Tenant, budget: Budget) -> float:
-        window, names = _account(tenant, budget)
+        window, names = _account(tenant, budget, self._now())
         return await self._asked("quota_test", lambda counted: counted.spent(window, *names))
 
     async def spent(
@@ -83,7 +69,8 @@ class Quotas:
     ) -> None:
         """What a turn has cost, however much was left; of budgets, what each tier's answers have. Counted even when the
         caller is cancelled meanwhile."""
-        charges = {_account(tenant, budget): by_tier.get(budget.tier, 0) for budget in budgets}
+        now_s = self._now()
+        charges = {_account(tenant, budget, now_s): by_tier.get(budget.tier, 0) for budget in budgets}
         if tenant.tokens_per_minute is not None:
             charges[RateLimitItemPerMinute(tenant.tokens_per_minute), (TOKENS, tenant.name)] = num_tokens
         if any(charges.values()):
@@ -100,9 +87,6 @@ class Quotas:
     async def aclose(self) -> None:
         if self._spending:
             await asyncio.wait(self._spending)
-        if self._shared is not None:
-            await self._guard.aclose()
-            await self._pool.aclose()
 
     async def _used_up(self, most: RateLimitItemPerMinute, what: str, tenant: Tenant) -> RateLimited:
         resets_at = await self._asked("quota_test", lambda counted: counted.resets_at(most, what, tenant.name))
@@ -110,9 +94,8 @@ class Quotas:
         return RateLimited(f"more than {most.amount} {what} in a minute", retry_after_s=wait_s)
 
     async def _asked(self, op: str, ask: Callable[[Counted], Awaitable[float | bool]]) -> float | bool:
-        shared = self._shared
-        if shared is not None:
-            answer = await self._guard.bounded(op, lambda: ask(shared))
+        if self._redis is not None:
+            answer = await self._redis.bounded(op, lambda: ask(self._shared))
             if answer is not None:
                 return answer
         return await ask(self._own)
@@ -133,10 +116,21 @@ class Counted:
         return float((await self.limiter.get_window_stats(most, *identifiers)).reset_time)
 
 
-def _account(tenant: Tenant, budget: Budget) -> Account:
-    """Where the spending that a budget is about is counted: the same for budgets of other amounts."""
+def _in(redis: GuardedRedis) -> RedisStorage:
+    return RedisStorage(
+        "async+redis://",  # which and where, the pool knows
+        implementation="redispy",
+        key_prefix=PREFIX,
+        connection_pool=redis.pool,  # type: ignore[arg-type]
+    )
+
+
+def _account(tenant: Tenant, budget: Budget, now_s: float) -> Account:
+    """Where the spending that a budget is about is counted: the same for budgets of other amounts, another one when the
+    clock's next window begins. It is kept for a window's length from the first charge on, and so past its end."""
     whose = tenant.name if budget.of == "tenant" else EVERYONE
-    return WINDOWS[budget.per](WITHOUT_LIMIT), (BUDGET, budget.tier, whose)
+    window = WINDOWS[budget.per](WITHOUT_LIMIT)
+    return window, (BUDGET, budget.tier, whose, str(int(now_s // window.get_expiry())))
 
 
 def _hit(window: RateLimitItem, names: tuple[str, ...], cost: int, counted: Counted) -> Awaitable[bool]:

@@ -16,18 +16,16 @@ from collections.abc import Mapping
 import httpx
 import structlog
 
-from gateway import registry
-from gateway.client_caches import ClientCaches
 from gateway.course import Parts
 from gateway.errors import SettingsError
+from gateway.filing import Filing
 from gateway.fleet import Fleet
 from gateway.limits import Shares
 from gateway.metrics import Metrics
-from gateway.prefixes import Prefixes
-from gateway.quotas import Quotas
 from gateway.settings import Settings, WorkerSettings, read_secret
 from gateway.tenants import AdminKey, Tenants
 from gateway.usage import Usage
+from gateway.worker import Worker
 from workers.api.tasks import end
 
 log = structlog.get_logger()
@@ -38,11 +36,18 @@ FIXED = ("server", "secret_file", "tracing", "discovery")  # what a running proc
 
 class Snapshot:
     def __init__(
-        self, generation: int, settings: Settings, parts: Parts, tenants: Tenants, admin_key: AdminKey | None
+        self,
+        generation: int,
+        settings: Settings,
+        parts: Parts,
+        filing: Filing,
+        tenants: Tenants,
+        admin_key: AdminKey | None,
     ):
         self.generation = generation
         self.settings = settings
         self.parts = parts
+        self.filing = filing
         self.tenants = tenants
         self.admin_key = admin_key
         self._num_held = 0
@@ -81,6 +86,7 @@ class Gateway:
         self._reloading = asyncio.Lock()
         self._configured = settings
         self._found: dict[str, WorkerSettings] = {}
+        self._drained: set[str] = set()  # by id, as a worker may leave and come back
         self.current = self._built(settings, None)
         self.parts.fleet.show_circuits()
         self.metrics.config_generation.set(1)
@@ -103,8 +109,7 @@ class Gateway:
             await end(self._watch)
         if self._retiring:
             await asyncio.wait(self._retiring, timeout=STOP_S)
-        await self.parts.prefixes.aclose()
-        await self.parts.quotas.aclose()
+        await self.current.filing.aclose()
         await self.parts.fleet.aclose()
 
     async def reload(self, settings: Settings) -> None:
@@ -120,6 +125,11 @@ class Gateway:
                 await self._change_to(self._configured, dict(workers))
                 log.info("workers_found", workers=sorted(workers))
 
+    def drain(self, worker: Worker, is_drained: bool) -> None:
+        """As an operator wants it, until told otherwise: over reloads, and however often the worker comes and goes."""
+        (self._drained.add if is_drained else self._drained.discard)(worker.id)
+        worker.is_drained = is_drained
+
     async def _change_to(self, configured: Settings, found: dict[str, WorkerSettings]) -> None:
         before = self.current
         settings = configured.model_copy(update={"workers": found | configured.workers})
@@ -133,6 +143,8 @@ class Gateway:
         except BaseException:
             await _closed(after, before)
             raise
+        for worker in after.parts.fleet.workers:
+            worker.is_drained = worker.id in self._drained
         self.current, self._configured, self._found = after, configured, found
         after.parts.fleet.show_circuits()
         self.metrics.config_generation.set(after.generation)
@@ -143,21 +155,21 @@ class Gateway:
 
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
         tenants, admin_key = Tenants(settings, self._secret), _admin_key(settings)
-        old = before.parts if before else None
+        filing, old = self._filing(settings, before), before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
-        if old is not None and settings.registry == old.settings.registry:
-            prefixes, caches, quotas = old.prefixes, old.caches, old.quotas
-        else:
-            filed = registry.connect(settings.registry, self.metrics.registry_op)
-            prefixes, caches = Prefixes(filed, self.metrics), ClientCaches(filed)
-            quotas = Quotas(settings.registry, self.metrics.registry_op)
         if old is not None and settings.limits == old.settings.limits:
             shares = old.shares
         else:
             shares = Shares(settings.limits.max_concurrency_per_tenant)
+        prefixes, caches, quotas = filing.prefixes, filing.caches, filing.quotas
         policy = settings.chosen_policy
         parts = Parts(settings, fleet, prefixes, caches, policy, self.metrics, shares, quotas, self.usage)
-        return Snapshot(before.generation + 1 if before else 1, settings, parts, tenants, admin_key)
+        return Snapshot(before.generation + 1 if before else 1, settings, parts, filing, tenants, admin_key)
+
+    def _filing(self, settings: Settings, before: Snapshot | None) -> Filing:
+        if before is not None and before.filing.is_at(settings.registry):
+            return before.filing
+        return Filing.at(settings.registry, self.metrics)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:
         earlier = [task for task in self._retiring if not task.done()]
@@ -180,7 +192,6 @@ def _admin_key(settings: Settings) -> AdminKey | None:
 
 async def _closed(one: Snapshot, but: Snapshot) -> None:
     """Closes what only the one has, and the other has not."""
-    if one.parts.prefixes is not but.parts.prefixes:
-        await one.parts.prefixes.aclose()
-        await one.parts.quotas.aclose()
+    if one.filing is not but.filing:
+        await one.filing.aclose()
     await one.parts.fleet.aclose(but=but.parts.fleet)

@@ -24,9 +24,10 @@ def _memory(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Re
 
 
 def _redis(settings: RegistrySettings, on_op: Callable[[str, str], None]) -> Registry:
+    from gateway.registry.guarded import GuardedRedis
     from gateway.registry.redis import RedisRegistry
 
-    return RedisRegistry(settings.full_url, timeout_s=settings.timeout_ms / 1000, on_op=on_op)
+    return RedisRegistry(GuardedRedis(settings.full_url, timeout_s=settings.timeout_ms / 1000, on_op=on_op))
 
 
 _MAKERS = {MEMORY: _memory} | dict.fromkeys(REDIS_SCHEMES, _redis)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from workers.api.schemas import CacheId, Digest, Provenance
+
+if TYPE_CHECKING:
+    from gateway.registry.guarded import GuardedRedis
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class Entry:
 
 class Registry(ABC):
     """Every method returns within the configured time, whatever happens; the outcome goes to `on_op(op, result)`."""
+
+    @property
+    def redis(self) -> GuardedRedis | None:
+        """Where it is shared, for what else the gateways share; None in this process."""
+        return None
 
     @abstractmethod
     async def get_many(self, keys: Sequence[str]) -> list[Entry | None]:

@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import TypeAdapter, ValidationError
-from redis.asyncio import Redis
 
 from gateway.registry.base import Entry, Registry
-from gateway.registry.guard import Guard, OnOp
-from workers.api.redis_pool import pool_of
+from gateway.registry.guarded import GuardedRedis
 
 PREFIX = "kvrelay:prefix:"
 WRITTEN = TypeAdapter(Entry)
@@ -24,23 +22,19 @@ return 0
 
 
 class RedisRegistry(Registry):
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float,
-        now: Callable[[], float] = time.time,
-        on_op: OnOp = lambda op, result: None,
-    ):
-        self._redis = Redis.from_pool(pool_of(url, timeout_s))
-        self._guard = Guard(lambda: self._redis.ping(), timeout_s=timeout_s, on_op=on_op)
+    def __init__(self, redis: GuardedRedis, now: Callable[[], float] = time.time):
+        self._redis = redis
+        self._client = redis.client
         self._now = now
-        self._on_op = on_op
+
+    @property
+    def redis(self) -> GuardedRedis:
+        return self._redis
 
     async def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         if not keys:
             return []
-        found = await self._guard.bounded("get", lambda: self._redis.mget([PREFIX + key for key in keys]))
+        found = await self._redis.bounded("get", lambda: self._client.mget([PREFIX + key for key in keys]))
         return [self._entry(raw) for raw in found] if found else [None] * len(keys)
 
     def _entry(self, raw: bytes | str | None) -> Entry | None:
@@ -49,7 +43,7 @@ class RedisRegistry(Registry):
         try:
             entry = WRITTEN.validate_json(raw)
         except ValidationError:
-            self._on_op("get", "unreadable")
+            self._redis.on_op("get", "unreadable")
             return None
         return entry if entry.expires_at > self._now() else None
 
@@ -57,17 +51,16 @@ class RedisRegistry(Registry):
         lifetimes = {key: int((entry.expires_at - self._now()) * 1000) for key, entry in entries.items()}
         alive = {key: ms for key, ms in lifetimes.items() if ms > 0}
         if alive:
-            await self._guard.bounded("put", lambda: self._put(entries, alive))
+            await self._redis.bounded("put", lambda: self._put(entries, alive))
 
     async def _put(self, entries: Mapping[str, Entry], lifetimes_ms: Mapping[str, int]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipeline:
+        async with self._client.pipeline(transaction=False) as pipeline:
             for key, lifetime_ms in lifetimes_ms.items():
                 pipeline.set(PREFIX + key, WRITTEN.dump_json(entries[key]), px=lifetime_ms)
             await pipeline.execute()
 
     async def forget(self, key: str, entry: Entry) -> None:
-        await self._guard.bounded("forget", lambda: self._redis.eval(FORGET, 1, PREFIX + key, entry.cache_id))
+        await self._redis.bounded("forget", lambda: self._client.eval(FORGET, 1, PREFIX + key, entry.cache_id))
 
     async def aclose(self) -> None:
-        await self._guard.aclose()
         await self._redis.aclose()

@@ -93,7 +93,7 @@ async def resume_bundle(request: Request, worker_id: str, bundle_id: str) -> Res
 
 def _switched(request: Request, worker_id: str, *, is_drained: bool) -> Response:
     worker = _named(request, worker_id)
-    worker.is_drained = is_drained
+    request.app.state.gateway.drain(worker, is_drained)
     return json_reply(_told(worker))
 
 

@@ -88,14 +88,15 @@ def watched_redis(binary: str, folder: Path) -> Iterator[Watched]:
         master = processes.enter_context(redis_process(binary, folder, "--repl-diskless-sync-delay", "0"))
         replica = processes.enter_context(redis_process(binary, folder, "--replicaof", "127.0.0.1", str(master.port)))
         _wait_until(lambda: _told(replica.port, "info", "replication")["master_link_status"] == "up")
-        sentinels = [processes.enter_context(_sentinel(binary, folder, master.port)) for _ in range(2)]
+        sentinels = [processes.enter_context(sentinel(binary, folder, master.port)) for _ in range(2)]
         _wait_until(lambda: all(_knows_the_others(port) for port in sentinels))
         hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels)
         yield Watched(master, f"redis+sentinel://{hosts}/kvrelay/0")
 
 
 @contextmanager
-def _sentinel(binary: str, folder: Path, master: int) -> Iterator[int]:
+def sentinel(binary: str, folder: Path, master: int) -> Iterator[int]:
+    """Its port."""
     port = _free_port()
     config = folder / f"sentinel-{port}.conf"
     config.write_text(SENTINEL.format(port=port, folder=folder, master=master))

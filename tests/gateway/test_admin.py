@@ -119,6 +119,24 @@ async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) 
     assert told(await ask(stack, "acme"))["path"] == "exact"
 
 
+async def test_a_drained_worker_that_comes_again_is_still_to_be_left_alone(stack: Stack) -> None:
+    gateway = stack.app.state.gateway
+    large_1 = {"large-1": settings.WorkerSettings(tier="large", url="http://large-1")}
+
+    async def is_drained(worker: str = "large-1") -> bool:
+        return bool((await admin(stack, "GET", "state"))["workers"][worker]["is_drained"])
+
+    await gateway.found(large_1)
+    await admin(stack, "POST", "workers/large-1/drain")
+    for found in ({}, large_1):  # its beat ends and begins, as in a restart
+        await gateway.found(found)
+    assert await is_drained() and not await is_drained("large-0")
+    await admin(stack, "POST", "workers/large-1/resume")
+    for found in ({}, large_1):
+        await gateway.found(found)
+    assert not await is_drained()
+
+
 async def test_circuits_are_told(stack: Stack) -> None:
     assert (await admin(stack, "GET", "state"))["generation"] == 1
     stack.large.garble("transfer")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from limits import RateLimitItemPerMinute
+from redis.asyncio import Redis
 
 from gateway.errors import RateLimited, SettingsError
 from gateway.policies.budget import Budget
@@ -28,10 +31,10 @@ def tenant(name: str, *, requests: int | None = None, tokens: int | None = None)
 
 
 @asynccontextmanager
-async def counting(url: str) -> AsyncIterator[Quotas]:
+async def counting(url: str, now: Callable[[], float] = time.time) -> AsyncIterator[Quotas]:
     """Waits longer than a request may, on however busy a machine."""
     filed = connect(RegistrySettings.model_construct(url=url, timeout_ms=10_000), lambda op, result: None)
-    quotas = Quotas(filed.redis)
+    quotas = Quotas(filed.redis, now)
     yield quotas
     await quotas.aclose()
     await filed.aclose()
@@ -72,7 +75,29 @@ async def the_budgets(quotas: Quotas) -> None:
     assert await quotas.overspent(tenant("b"), asked) == {everyones}
 
 
+def utc(*at: int) -> float:
+    return datetime(*at, tzinfo=UTC).timestamp()
+
+
+async def the_clocks_windows(url: str) -> None:
+    """A budget begins anew with the clock's minute, hour and day, whenever it was first charged."""
+    clock = [utc(2026, 11, 29, 23, 59, 59)]
+    minute, hour, day = (Budget(tier="large", tokens=10, per=per) for per in ("minute", "hour", "day"))
+    asked = (minute, hour, day)
+    async with counting(url, lambda: clock[0]) as quotas:
+        await quotas.spent(tenant("clocked"), 10, by_tier={"large": 10}, budgets=asked)
+        for at, used_up in (
+            (utc(2026, 11, 29, 23, 59, 0), {minute, hour, day}),
+            (utc(2026, 11, 29, 23, 0, 0), {hour, day}),
+            (utc(2026, 11, 29, 0, 0, 0), {day}),
+            (utc(2026, 11, 30, 0, 0, 0), set()),
+        ):
+            clock[0] = at
+            assert await quotas.overspent(tenant("clocked"), asked) == used_up
+
+
 async def test_in_this_process() -> None:
+    await the_clocks_windows("memory://")
     async with counting("memory://") as quotas:
         await the_contract(quotas)
         await the_budgets(quotas)
@@ -80,6 +105,10 @@ async def test_in_this_process() -> None:
 
 async def test_in_redis_together_and_alone_without_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
+        await the_clocks_windows(redis.url)
+        async with Redis.from_url(redis.url) as filed:
+            lifetimes_s = sorted([await filed.ttl(key) for key in await filed.keys("*")])
+            assert [round(life / 10) * 10 for life in lifetimes_s] == [60, 3600, 86_400], "they go by themselves"
         async with counting(redis.url) as one, counting(redis.url) as other:
             await the_contract(one)
             await the_budgets(other)

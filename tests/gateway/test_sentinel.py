@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import SettingsError
-from gateway.quotas import Quotas
 from gateway.registry import connect
+from gateway.registry.guarded import GuardedRedis
 from gateway.registry.redis import RedisRegistry
 from gateway.settings import from_values
-from tests.gateway.redis_process import watched_redis
+from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
+from workers.api.redis_pool import MAX_CONNECTIONS
 from workers.api.redis_url import SentinelUrl
 
 TIMEOUT_MS = 100
@@ -45,13 +46,26 @@ async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable
             for _ in range(8):  # sooner than any sentinel calls the master dead
                 assert await answered() in ("exact", "prefill")
             failed = num("error") + num("timeout")
-            assert 1 <= failed <= 4, "the first of the prefixes' and of the quotas' Redis; then they are not asked"
+            assert failed == 1, "the first; then it is not asked"
             assert num("skipped") > 10
             deadline = time.monotonic() + MOST_S
             while num("ok") < num_ok + 4:
                 assert time.monotonic() < deadline, "the new master was not found"
                 await asyncio.sleep(0.1)
                 assert await answered() in ("exact", "prefill")
+
+
+async def test_more_operations_than_connections_wait_for_one(
+    require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    ops: list[str] = []
+    binary = require_tool("redis-server")
+    with redis_process(binary, tmp_path) as master, sentinel(binary, tmp_path, master.port) as port:
+        url = f"redis+sentinel://127.0.0.1:{port}/kvrelay"
+        redis = GuardedRedis(url, timeout_s=10.0, on_op=lambda op, result: ops.append(result))
+        assert await asyncio.gather(*(redis.bounded("ping", redis.client.ping) for _ in range(MAX_CONNECTIONS + 8)))
+        assert ops == ["ok"] * (MAX_CONNECTIONS + 8)
+        await redis.aclose()
 
 
 def test_a_url_names_sentinels_and_the_master() -> None:
@@ -71,7 +85,6 @@ def test_any_of_its_hosts_may_be_an_ipv6_address(tmp_path: Path, host: str) -> N
     assert (parsed.username, parsed.password) == ("me", "p@ss/w?rd-of-sixteen-and-more-characters")
     assert sorted(parsed.sentinels) == [("::1", 3), ("one", 26379)]
     assert isinstance(connect(settings, lambda op, result: None), RedisRegistry)
-    Quotas(settings, lambda op, result: None)
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://one", "redis+sentinel:///main", "redis+sentinel://one,/main/x"])

@@ -14,7 +14,7 @@ from workers.api.redis_url import SentinelUrl, is_sentinel
 MAX_CONNECTIONS = 32
 
 
-class MasterPool(SentinelConnectionPool):
+class MasterPool(SentinelConnectionPool, BlockingConnectionPool):
     """Connections to whichever server the sentinels call master, and to them."""
 
     async def aclose(self) -> None:
@@ -24,26 +24,17 @@ class MasterPool(SentinelConnectionPool):
 
 
 def pool_of(url: str, timeout_s: float) -> ConnectionPool:
+    """For at most `MAX_CONNECTIONS` operations at once; one more waits for a connection."""
     waits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    bounds: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": timeout_s, "retry": Retry(NoBackoff(), 1)}
     if is_sentinel(url):
-        return _master_pool(SentinelUrl.parse(url), waits)
-    return BlockingConnectionPool.from_url(
-        url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, retry=Retry(NoBackoff(), 1), **waits
-    )
+        return _master_pool(SentinelUrl.parse(url), waits, bounds)
+    return BlockingConnectionPool.from_url(url, **bounds, **waits)
 
 
-def _master_pool(url: SentinelUrl, waits: dict[str, Any]) -> MasterPool:
+def _master_pool(url: SentinelUrl, waits: dict[str, Any], bounds: dict[str, Any]) -> MasterPool:
     tls = {"ssl": True} if url.tls else {}
     asking = waits | tls | {"retry": Retry(NoBackoff(), 0)}
     sentinels = Sentinel(list(url.sentinels), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
-    return MasterPool(  # type: ignore[no-untyped-call]
-        url.name,
-        sentinels,
-        max_connections=MAX_CONNECTIONS,
-        db=url.database,
-        username=url.username,
-        password=url.password,
-        retry=Retry(NoBackoff(), 1),
-        **waits,
-        **tls,
-    )
+    known = {"db": url.database, "username": url.username, "password": url.password}
+    return MasterPool(url.name, sentinels, **known, **bounds, **waits, **tls)  # type: ignore[no-untyped-call]
