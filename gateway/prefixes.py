@@ -24,9 +24,6 @@ class Prefixes:
         self._registry = registry
         self._metrics = metrics
 
-    async def aclose(self) -> None:
-        await self._registry.aclose()
-
     async def look_up(self, turn: Turn, tiers: Sequence[Tier]) -> None:
         """One question, over the chains of every tier that this request may use, longest first."""
         chains = {tier.name: chain_of(turn, tier) for tier in tiers}
@@ -34,29 +31,9 @@ class Prefixes:
         entries = dict(zip(keys, await self._registry.get_many(keys), strict=True))
         for tier in tiers:
             chain = chains[tier.name]
-            known = Known(chain, await self._usable(turn, tier, chain, entries))
-            turn.known[tier.name] = known
+            known = turn.known[tier.name] = Known(chain, _usable(turn, tier, chain, entries))
             self._metrics.prefix_lookups.labels(tier.name).inc()
             self._metrics.prefix_lookup_hits.labels(tier.name).inc(bool(known.found))
-
-    async def _usable(
-        self, turn: Turn, tier: Tier, chain: Chain, entries: Mapping[str, Entry | None]
-    ) -> tuple[Found, ...]:
-        """Less what is another tenant's or on a worker that is to be left alone, and what a worker's restart has made
-        worthless."""
-        found = []
-        for num_messages in range(chain.num_messages, 0, -1):
-            key = chain.hashes[num_messages]
-            entry = entries.get(key)
-            if entry is None or entry.tenant != turn.tenant.name:
-                continue
-            worker = tier.workers.get(entry.worker)
-            if worker is not None and worker.epoch in (None, entry.epoch):
-                if not worker.is_drained:
-                    found.append(Found(key, num_messages, entry))
-            else:
-                await self._registry.forget(key, entry)
-        return tuple(found)
 
     async def forget(self, turn: Turn, tier: str, lost: Found) -> None:
         """The worker does not hold it: a miss after all, for this request too."""
@@ -90,6 +67,21 @@ class Prefixes:
         await self._registry.put_many(
             {key: entry_of(turn.tenant, worker, min(count, most), expires_at, usage) for key, count in counts.items()}
         )
+
+
+def _usable(turn: Turn, tier: Tier, chain: Chain, entries: Mapping[str, Entry | None]) -> tuple[Found, ...]:
+    """Less what is another tenant's, or on a worker that is to be left alone, is unknown or has restarted. That stays
+    filed: another gateway may know of the worker, or of its restart, sooner."""
+    found = []
+    for num_messages in range(chain.num_messages, 0, -1):
+        key = chain.hashes[num_messages]
+        entry = entries.get(key)
+        if entry is None or entry.tenant != turn.tenant.name:
+            continue
+        worker = tier.workers.get(entry.worker)
+        if worker is not None and not worker.is_drained and worker.epoch in (None, entry.epoch):
+            found.append(Found(key, num_messages, entry))
+    return tuple(found)
 
 
 def chain_of(turn: Turn, tier: Tier) -> Chain:
