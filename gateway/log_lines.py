@@ -4,6 +4,7 @@ loop go out in one write."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -12,23 +13,25 @@ from typing import Any, BinaryIO
 import orjson
 import structlog
 
-from workers.api.trail import add_request_id
+from workers.api.trail import Forwarding, add_request_id
 
 OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
 @contextmanager
 def log_to(file: BinaryIO) -> Iterator[None]:
-    """All of structlog's lines go there; at the end of the block every one of them is written."""
-    lines = Lines(file)
+    """All of structlog's lines go there, and what libraries log; at the end of the block every one is written."""
+    lines, libraries = Lines(file), Forwarding()
     structlog.configure(
         wrapper_class=LineLogger,  # type: ignore[arg-type]  # nothing is ever bound
         logger_factory=lambda *names: lines,
         cache_logger_on_first_use=True,
     )
+    logging.root.addHandler(libraries)
     try:
         yield
     finally:
+        logging.root.removeHandler(libraries)
         lines.flush()
 
 
@@ -53,25 +56,29 @@ class LineLogger:
 
 
 class Lines:
-    """Where log lines go: with all others of the same turn of the event loop; without a loop, at once. Lines that
-    cannot be written, on a full disk say, are lost, and nothing else."""
+    """Where log lines go: with all others of the same turn of the event loop; without a loop, or from another thread,
+    at once. Lines that cannot be written, on a full disk say, are lost, and nothing else."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
         self._waiting: list[bytes] = []
 
     def add(self, line: bytes) -> None:
-        self._waiting.append(line)
-        if len(self._waiting) > 1:
-            return
         try:
-            asyncio.get_running_loop().call_soon(self.flush)
+            loop = asyncio.get_running_loop()
         except RuntimeError:
-            self.flush()
+            self._write(line)
+            return
+        self._waiting.append(line)
+        if len(self._waiting) == 1:
+            loop.call_soon(self.flush)
 
     def flush(self) -> None:
         lines, self._waiting = self._waiting, []
         if lines:
-            with suppress(OSError):
-                self._file.write(b"".join(lines))
-                self._file.flush()
+            self._write(b"".join(lines))
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):
+            self._file.write(data)
+            self._file.flush()

@@ -22,7 +22,7 @@ import uvicorn
 from workers.api import tracing
 from workers.api.errors import KvrelayError
 from workers.api.ready import tell_ready
-from workers.api.trail import add_request_id, place_of_bug
+from workers.api.trail import Forwarding, add_request_id, place_of_bug
 from workers.app import create_app
 from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
@@ -75,7 +75,7 @@ def configure_logging() -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    logging.basicConfig(handlers=[Forwarding()], level=logging.WARNING)
 
 
 class _Server(uvicorn.Server):

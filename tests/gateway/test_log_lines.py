@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 
 import pytest
 
@@ -69,3 +70,15 @@ async def test_what_cannot_be_written_is_lost_and_nothing_else() -> None:
     log.info("written")
     await asyncio.sleep(0)
     assert pipe.events == ["written"]
+
+
+async def test_a_line_from_another_thread_is_out_at_once_whatever_waits() -> None:
+    pipe = Pipe()
+    log = LineLogger(Lines(pipe), None, None)
+    log.info("waits")
+    thread = threading.Thread(target=log.info, args=["from a thread"])
+    thread.start()
+    thread.join()
+    assert pipe.events == ["from a thread"]
+    await asyncio.sleep(0)
+    assert pipe.events == ["from a thread", "waits"]

@@ -1,8 +1,9 @@
 """What ties together what gateway and workers tell of one request: its id, in every call and log line that is made for
-it. And what a log is told of a bug."""
+it. And what a log is told of a bug, and of what libraries say."""
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import sys
@@ -11,8 +12,11 @@ from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+import structlog
+
 from workers.api import tracing
 
+OURS = ("gateway", "workers", "mappers")  # whose log lines name ids, counts and times only
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 
@@ -59,3 +63,25 @@ def loggable(bug: BaseException) -> dict[str, Any]:
     """What the log is told of a bug of ours: its kind, and where it happened. Not its words, which may repeat a
     prompt."""
     return {"error": type(bug).__name__, "where": traceback.format_tb(bug.__traceback__)}
+
+
+class Forwarding(logging.Handler):
+    """What libraries log, as a line of structlog's. Of their words the first line, before values are put in; of a bug,
+    what is `loggable`: the rest may repeat a prompt."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bug = record.exc_info[1] if record.exc_info else None
+        tell = getattr(structlog.get_logger(), _level(record.levelno))
+        tell("logged", logger=record.name, said=_said(record), **(loggable(bug) if bug else {}))
+
+
+def _level(number: int) -> str:
+    return "error" if number >= logging.ERROR else "warning" if number >= logging.WARNING else "info"
+
+
+def _said(record: logging.LogRecord) -> str:
+    if record.name.split(".")[0] in OURS:
+        return record.getMessage()
+    if isinstance(record.msg, BaseException):
+        return type(record.msg).__name__
+    return str(record.msg).partition("\n")[0]
