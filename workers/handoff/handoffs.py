@@ -25,7 +25,15 @@ from functools import partial
 from torch import Tensor
 
 from mappers.mapper import TogetherSink
-from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError, NoTime, PrefillCheaper, TransferFailed
+from workers.api.errors import (
+    BundleUnusable,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrelayError,
+    NoTime,
+    PrefillCheaper,
+    TransferFailed,
+)
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
 from workers.handoff.decide import Ask, decide
 from workers.handoff.made import Made
@@ -41,6 +49,7 @@ log = logging.getLogger(__name__)
 
 LEASE_MARGIN_S = 5.0  # a lease outlives the first caller's deadline by this much; a more patient one may join
 MAX_LEASE_S = 600.0
+LATE_S = 0.1  # who asked counts from before we heard of it: at the same deadline, it gives up by so much earlier
 RELEASE_TIMEOUT_S = 1.0
 
 
@@ -100,7 +109,7 @@ class Handoffs:
         try:
             plan, reply = await self._hand_over(request, peer, job, clock)
         except (Exception, asyncio.CancelledError) as error:
-            self._target.observe(Outcome(_result_of(error), clock.total_s))
+            self._target.observe(Outcome(_result_of(error, job), clock.total_s))
             raise
         self._target.observe(Outcome("ok", clock.total_s, plan.num_mapped, reply))
         return reply
@@ -242,10 +251,10 @@ class Handoffs:
             log.info("a source was not given back and will expire: %s", error)
 
 
-def _result_of(error: BaseException) -> str:
-    if isinstance(error, KvrelayError):
-        return error.code
-    return "cancelled" if isinstance(error, asyncio.CancelledError) else KvrelayError.code
+def _result_of(error: BaseException, job: Job[TransferReply]) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return DeadlineExceeded.code if job.remaining_s <= LATE_S else "cancelled"
+    return error.code if isinstance(error, KvrelayError) else KvrelayError.code
 
 
 def chunks(begin: int, end: int, size: int) -> list[tuple[int, int]]:

@@ -323,6 +323,23 @@ async def test_the_deadline_has_no_mercy_with_a_slow_engine(pair: Pair) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("deadline_ms", "given_up_s", "result"),
+    [(150, None, "deadline_exceeded"), (250, 0.2, "deadline_exceeded"), (60_000, 0.05, "cancelled")],
+    ids=["nobody waits any more", "the caller's clock is ahead", "the caller is gone"],
+)
+async def test_late_and_cancelled_are_told_apart(
+    pair: Pair, deadline_ms: int, given_up_s: float | None, result: str
+) -> None:
+    outcomes: list[Outcome] = []
+    pair.adjust(observe=outcomes.append)
+    peer = FrozenPeer(pair.office, after_lease=False)
+    with pytest.raises((TimeoutError, DeadlineExceeded)):
+        async with asyncio.timeout(given_up_s):
+            await pair.handoffs.transfer(request(pair.source_cache(40), deadline_ms=deadline_ms), peer=peer)
+    assert [outcome.result for outcome in outcomes] == [result]
+
+
 @pytest.mark.parametrize("after_lease", [False, True])
 async def test_a_frozen_peer_holds_nobody_up(pair: Pair, after_lease: bool) -> None:
     entry = pair.source_cache(40)
