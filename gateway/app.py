@@ -49,15 +49,16 @@ def create_app(
     """The gateway as an ASGI application. `transports` carry the calls to workers by id, in place of the network;
     `source` is where the settings came from, to be followed from now on.
 
-    Raises `SettingsError` for an address that others can reach while no tenant has an API key.
+    Raises `SettingsError` for an address that others can reach while no tenant has an API key, and for a file of a
+    password or key that cannot be used.
     """
-    gateway = Gateway(settings, secret, transports or {})
+    gateway, board_url = Gateway(settings, secret, transports or {}), settings.board_url
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
         try:
-            async with following(gateway, source), discovering(gateway, secret):
+            async with following(gateway, source), discovering(gateway, board_url, secret):
                 yield
         finally:
             await gateway.stop()

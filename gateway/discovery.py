@@ -20,15 +20,16 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def discovering(gateway: Gateway, secret: str) -> AsyncIterator[None]:
-    """Within the block the gateway takes up workers that come, and lets go of those whose beats have ended."""
+async def discovering(gateway: Gateway, url: str | None, secret: str) -> AsyncIterator[None]:
+    """Within the block the gateway takes up workers that come, and lets go of those whose beats have ended. `url` leads
+    to the board, with its password."""
     settings = gateway.settings.discovery
-    if settings is None:
+    if settings is None or url is None:
         yield
         return
     from workers.api.board import Board, repeating  # and redis, which nobody else needs
 
-    board = Board(settings.url, secret)
+    board = Board(url, secret)
     try:
         async with repeating(_Discovery(gateway, board, Living(settings.lost_after_s)).look, settings.beat_s):
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,7 +19,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -33,7 +33,8 @@ from workers.api import secret
 from workers.api.addresses import HttpUrl, scheme_of
 from workers.api.durations import Seconds, SecondsOrNone
 from workers.api.heartbeat import DiscoverySettings
-from workers.api.redis_url import REDIS_SCHEMES, checked, has_password, with_password
+from workers.api.redis_access import RedisAccess
+from workers.api.redis_url import REDIS_SCHEMES, checked
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
 from workers.api.yaml_file import YamlUnusable, read_yaml
@@ -82,14 +83,12 @@ class ServerSettings(Section):
             return False
 
 
-class RegistrySettings(Section):
-    """Where prefixes are looked up. `timeout_ms` bounds what one operation may cost a request. `password_file` holds
-    Redis's password, under the rules of a secret, so that it stands in no URL."""
+class RegistrySettings(RedisAccess):
+    """Where prefixes are looked up. `timeout_ms` bounds what one operation may cost a request."""
 
     url: str = "memory://"
     max_entries: int = Field(default=10_000, ge=1)
     timeout_ms: int = Field(default=100, ge=10, le=100)
-    password_file: Path | None = None
 
     @field_validator("url")
     @classmethod
@@ -97,14 +96,6 @@ class RegistrySettings(Section):
         if scheme_of(url) not in REGISTRY_SCHEMES:
             raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
         return url if scheme_of(url) == MEMORY else checked(url)
-
-    @field_validator("password_file")
-    @classmethod
-    def _for_a_url_without(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        url = info.data.get("url")  # none where it cannot be used
-        if path is not None and url is not None and (scheme_of(url) == MEMORY or has_password(url)):
-            raise ValueError("goes with a redis:// or rediss:// URL that holds no password itself")
-        return path
 
     @property
     def is_shared(self) -> bool:
@@ -114,9 +105,7 @@ class RegistrySettings(Section):
     @property
     def full_url(self) -> str:
         """With the password in it. Raises `SettingsError` for a file that cannot be used."""
-        if self.password_file is None:
-            return self.url
-        return with_password(self.url, read_secret(self.password_file, "registry.password_file"))
+        return self.url_with_password(partial(read_secret, key="registry.password_file"))
 
 
 def _hash_of_key(value: str) -> str:
@@ -268,6 +257,14 @@ class Settings(BaseSettings):
     def requires_keys(self) -> bool:
         return any(tenant.api_keys for tenant in self.tenants.values())
 
+    @property
+    def board_url(self) -> str | None:
+        """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
+        password's file that cannot be used."""
+        if self.discovery is None:
+            return None
+        return self.discovery.url_with_password(partial(read_secret, key="discovery.password_file"))
+
     def check_bind(self) -> None:
         """Raises `SettingsError` for an address that others can reach while nobody needs a key."""
         if not self.server.is_loopback and not self.requires_keys:
@@ -293,9 +290,9 @@ def _located(settings: Settings, folder: Path) -> Settings:
     changes: dict[str, Any] = {"secret_file": folder / settings.secret_file}
     if settings.admin.key_file is not None:
         changes["admin"] = AdminSettings(key_file=folder / settings.admin.key_file)
-    if settings.registry.password_file is not None:
-        found = {"password_file": folder / settings.registry.password_file}
-        changes["registry"] = settings.registry.model_copy(update=found)
+    changes["registry"] = settings.registry.located(folder)
+    if settings.discovery is not None:
+        changes["discovery"] = settings.discovery.located(folder)
     return settings.model_copy(update=changes)
 
 

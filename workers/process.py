@@ -55,8 +55,8 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
 
 
 def _check_can_be_found(settings: WorkerSettings) -> None:
-    """A heartbeat must name an address that leads here from other hosts."""
-    if settings.discovery is not None and settings.url is None and settings.host in ANY_HOST:
+    """A heartbeat must get into its Redis, and name an address that leads here from other hosts."""
+    if settings.board_url is not None and settings.url is None and settings.host in ANY_HOST:
         raise SettingsError(
             f"worker {settings.id!r} listens on {settings.host}, every address of this machine; with discovery, url "
             "must say which one others use"

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -134,6 +135,14 @@ class WorkerSettings(BaseModel):
         """What replies and other workers call the model."""
         return self.name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
 
+    @property
+    def board_url(self) -> str | None:
+        """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
+        password's file that cannot be used."""
+        if self.discovery is None:
+            return None
+        return self.discovery.url_with_password(partial(_secret_in, named_by="discovery.password_file"))
+
 
 class _ConfigFile(BaseModel):
     """What a worker reads of kvrelay.yaml; the rest is the gateway's."""
@@ -169,7 +178,7 @@ def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None
         "bundles": [_locate(folder, bundle) for bundle in worker.bundles or config.bundles],
         "model": _locate(folder, worker.model),
         "tracing": config.tracing,
-        "discovery": config.discovery,
+        "discovery": config.discovery and config.discovery.located(folder),
     }
     return _validated(path, WorkerSettings, worker.model_dump(exclude_unset=True) | changes)
 
@@ -179,10 +188,14 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str:
     name = environ.get(SECRET_FILE_VARIABLE)
     if not name:
         raise SettingsError(f"set {SECRET_FILE_VARIABLE} to the file that holds the cluster secret")
+    return _secret_in(Path(name), SECRET_FILE_VARIABLE)
+
+
+def _secret_in(path: Path, named_by: str) -> str:
     try:
-        return secret.read_secret(Path(name))
+        return secret.read_secret(path)
     except secret.SecretUnusable as error:
-        raise SettingsError(f"{SECRET_FILE_VARIABLE}: {error}") from error
+        raise SettingsError(f"{named_by}: {error}") from error
 
 
 def _parse(path: Path) -> _ConfigFile:

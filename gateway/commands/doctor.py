@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from gateway.settings import Settings, load, read_secret
 from workers.api.addresses import http_address
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, Unauthorized
+from workers.api.redis_access import RedisAccess
 from workers.api.redis_url import without_credentials
 from workers.api.schemas import WorkerInfo
 
@@ -98,7 +100,7 @@ def examine(config: Path | None, constraints: Path | None, probe: Probe) -> Iter
         yield finding
         yield registry(settings)
         if settings.discovery is not None:
-            yield redis("discovery", settings.discovery.url, "while it is gone, nobody new is found")
+            yield redis("discovery", settings.discovery, "while it is gone, nobody new is found")
         infos = asyncio.run(ask_workers(settings, secret)) if secret else {}
         yield from workers(settings, infos)
         yield from missing_bundles(settings, infos, config.resolve().parent)
@@ -158,17 +160,21 @@ def cluster_secret(settings: Settings) -> tuple[str | None, Finding]:
 
 
 def registry(settings: Settings) -> Finding:
-    try:
-        url = settings.registry.full_url
-    except SettingsError as error:
-        return Finding("registry", "wrong", error.message, "without its password Redis is not asked; make the file")
     if not settings.registry.is_shared:
         return Finding("registry", "ok", "in the gateway's memory; several gateways need Redis to share it")
-    return redis("registry", url, "without it every prompt counts as new, and nothing else is lost")
+    return redis("registry", settings.registry, "without it every prompt counts as new, and nothing else is lost")
 
 
-def redis(check: str, url: str, cost: str) -> Finding:
-    """Whether the Redis that `check` needs answers; `cost` is what it means if not."""
+def redis(check: str, access: RedisAccess, cost: str) -> Finding:
+    """Whether the Redis that section `check` names answers; `cost` is what it means if not."""
+    try:
+        url = access.url_with_password(partial(read_secret, key=f"{check}.password_file"))
+    except SettingsError as error:
+        return Finding(check, "wrong", error.message, "without its password Redis is not asked; make the file")
+    return _answer_of(check, url, cost)
+
+
+def _answer_of(check: str, url: str, cost: str) -> Finding:
     from redis.exceptions import AuthenticationError, RedisError
     from redis.exceptions import TimeoutError as NoAnswer
 

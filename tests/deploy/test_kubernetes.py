@@ -100,9 +100,19 @@ def test_secrets_are_the_users_alone() -> None:
     for name in ("kvrelay-workers", "kvrelay-gateway"):
         pod = PODS[name]["spec"]
         (copying,) = pod["initContainers"]
-        assert copying["command"][:3] == ["install", "-m", "0600"]
+        copied = ["/mounted/cluster-secret", "/mounted/redis-password", "/run/secrets/"]
+        assert copying["command"] == ["install", "-m", "0600", *copied]
+        assert _mounted(pod) == {"cluster-secret", "redis-password"}
         for container in pod["containers"]:
             assert "mounted-secrets" not in {mount["name"] for mount in container["volumeMounts"]}
+
+
+def _mounted(pod: dict[str, Any]) -> set[str]:
+    """The files of its mounted secrets; one that names no keys holds the one after which it is called."""
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "mounted-secrets"]
+    secrets = [source["secret"] for source in volume["projected"]["sources"]]
+    whole = {"kvrelay-cluster": [{"path": "cluster-secret"}]}
+    return {item["path"] for one in secrets for item in one.get("items") or whole[one["name"]]}
 
 
 def test_every_pod_has_a_policy_and_workers_are_the_gateways() -> None:
@@ -112,10 +122,13 @@ def test_every_pod_has_a_policy_and_workers_are_the_gateways() -> None:
     for name, pod in PODS.items():
         assert pod["metadata"]["labels"][APP] == "kvrelay"
         assert policies[name]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
-    for name, callers in (("kvrelay-workers", {"gateway", "workers"}), ("kvrelay-redis", {"gateway"})):
+    for name, callers in (("kvrelay-workers", {"gateway", "workers"}), ("kvrelay-redis", {"gateway", "workers"})):
         (rule,) = policies[name]["ingress"]
         ours = [one["podSelector"]["matchLabels"] for one in rule["from"] if "namespaceSelector" not in one]
         assert {labels[PART] for labels in ours} == callers
+        for caller in callers:
+            called = [one["podSelector"] for rule in policies[f"kvrelay-{caller}"]["egress"] for one in rule["to"]]
+            assert policies[name]["podSelector"] in called
 
 
 @pytest.mark.parametrize("service", [one["metadata"]["name"] for one in MANIFESTS if one["kind"] == "Service"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
@@ -20,6 +21,7 @@ from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_a
 from workers.api.board import KEY, Board, RedisError, repeating
 from workers.api.fake import FAKE_SECRET, FakeWorker
 from workers.api.heartbeat import MAX_AGE_S, Heartbeat, Living
+from workers.api.redis_url import with_password
 
 BEAT_S, LOST_AFTER_S = 0.05, 2.0
 
@@ -85,10 +87,10 @@ def test_nobody_is_lost_for_a_time_in_which_nobody_looked() -> None:
 
 
 @asynccontextmanager
-async def found(redis: RedisProcess) -> AsyncIterator[tuple[Stack, Board]]:
+async def found(redis: RedisProcess, **changes: str) -> AsyncIterator[tuple[Stack, Board]]:
     """A stack that is configured with its small worker only, and where heartbeats are put."""
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
-    discovery = {"url": redis.url, "beat_s": BEAT_S, "lost_after_s": LOST_AFTER_S}
+    discovery = {"url": redis.url, "beat_s": BEAT_S, "lost_after_s": LOST_AFTER_S} | changes
     board = Board(redis.url, FAKE_SECRET)
     async with in_process(workers=workers, discovery=discovery) as stack:
         yield stack, board
@@ -130,6 +132,20 @@ async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], st
             await eventually(lambda: not is_there(stack), within_s=20)
             metrics = stack.app.state.gateway.metrics
             await eventually(lambda: b'target="large-0"' not in metrics.render(), within_s=20)
+
+
+async def test_its_password_comes_by_file(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    password, path = "of sixteen and more characters", tmp_path / "password"
+    path.write_text(f"{password}\n")
+    path.chmod(0o600)
+    with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
+        board = Board(with_password(redis.url, password), FAKE_SECRET)
+        async with found(redis, password_file=str(path)) as (stack, _), beating(board, stack.large):
+            await eventually(lambda: is_there(stack), within_s=20)
+        await board.aclose()
+    unusable = values(discovery={"url": "redis://h", "password_file": str(tmp_path / "nowhere")})
+    with pytest.raises(SettingsError, match=r"^discovery\.password_file: cannot read .*nowhere"):
+        create_app(from_values(unusable), FAKE_SECRET)
 
 
 async def test_a_redis_that_is_gone_takes_no_worker_with_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:

@@ -90,11 +90,15 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"registry": {"url": "redis+sentinel://a,b:99999/m"}}, "registry.url: .* 1 to 65535, got .*:99999"),
         ({"registry": {"url": "redis+sentinel://a,[::1/m"}}, "registry.url: needs a host, as HOST, "),
         ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
-        ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, max_entries, timeout_ms"),
+        ({"registry": {"uri": "x"}}, "registry.uri: unknown key; known: url, password_file, max_entries"),
         ({"registry": {"password_file": "p"}}, "registry.password_file: .* holds no password itself"),
         (
             {"registry": {"url": "redis://:hidden@h/0", "password_file": "p"}},
             "registry.password_file: [^@]* holds no password itself, got 'p'$",
+        ),
+        (
+            {"discovery": {"url": "redis://:hidden@h/0", "password_file": "p"}},
+            "discovery.password_file: [^@]* holds no password itself, got 'p'$",
         ),
         ({"policy": {"name": "best"}}, "policy.name: unknown policy 'best'; known: fixed, confidence"),
         ({"policy": {"name": "fixed", "tier": "huge"}}, "policy.tier: unknown tier 'huge'; known: small, large"),

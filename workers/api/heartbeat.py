@@ -21,19 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from workers.api.addresses import HttpUrl
 from workers.api.durations import Seconds
+from workers.api.redis_access import RedisAccess
 from workers.api.redis_url import checked
 
 COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
 MAX_AGE_S = 300.0  # between the clocks of two hosts; an older beat was kept by somebody
 
 
-class DiscoverySettings(BaseModel):
+class DiscoverySettings(RedisAccess):
     """`discovery:` in kvrelay.yaml: the Redis, how often a beat comes, and after how long without one a worker is
     given up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: str
     beat_s: Seconds = 1.0
     lost_after_s: Seconds = 5.0
 

@@ -18,11 +18,11 @@ log = structlog.get_logger()
 @asynccontextmanager
 async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None]:
     """Within the block others find the worker at `url`, if it is configured so."""
-    settings = worker.settings.discovery
-    if settings is None:
+    settings, board_url = worker.settings.discovery, worker.settings.board_url
+    if settings is None or board_url is None:
         yield
         return
-    board = Board(settings.url, secret)
+    board = Board(board_url, secret)
     announcer = _Announcer(worker, board, Living(settings.lost_after_s), url)
     try:
         async with repeating(announcer.beat, settings.beat_s):

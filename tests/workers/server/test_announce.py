@@ -14,6 +14,7 @@ from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, SECRET, Served, serving, transfer_request
 from workers.api.board import Board
 from workers.api.errors import InvalidRequest
+from workers.api.redis_url import with_password
 from workers.api.schemas import PrefillRequest, TransferReply
 from workers.process import serve
 from workers.serving.announce import announced
@@ -39,12 +40,22 @@ def test_a_worker_that_listens_everywhere_must_say_where_it_is_found(folder: Pat
         serve(settings, SECRET)
 
 
+def test_a_password_that_is_not_there_is_told_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    discovery = {"url": "redis://127.0.0.1", "password_file": tmp_path / "nowhere"}
+    with pytest.raises(SettingsError, match=r"^discovery\.password_file: cannot read .*nowhere"):
+        serve(tiny.settings_for(folder, discovery=discovery), SECRET)
+
+
 async def test_workers_find_each_other(
     folder: Path, small_folder: Path, bundle: Path, require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
     apps: dict[str, ASGIApp] = {}
-    with redis_process(require_tool("redis-server"), tmp_path) as redis:
-        both = {"discovery": {"url": redis.url, "beat_s": 0.05, "lost_after_s": 60.0}, "strangers": apps}
+    password, path = "of sixteen and more characters", tmp_path / "password"
+    path.write_text(password)
+    path.chmod(0o600)
+    with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
+        discovery = {"url": redis.url, "password_file": path, "beat_s": 0.05, "lost_after_s": 60.0}
+        both = {"discovery": discovery, "strangers": apps}
         async with (
             serving(small_folder, id="small", **both) as small,
             serving(folder, id="large", tier="large", bundles=[bundle], **both) as large,
@@ -54,7 +65,7 @@ async def test_workers_find_each_other(
             read = await small.client.prefill(prefill, timeout_s=60)
             with pytest.raises(InvalidRequest, match="unknown source_worker 'small'; configured peers: none"):
                 await handed_over(read.cache_id, large)
-            board = Board(redis.url, SECRET)
+            board = Board(with_password(redis.url, password), SECRET)
             async with announced(large.worker, SECRET, "http://large.test"):
                 async with announced(small.worker, SECRET, "http://small.test"):
                     moved = await handed_over_once_met(read.cache_id, large)

@@ -46,6 +46,14 @@ def test_bundles_of_the_file_serve_workers_without_their_own(tmp_path: Path) -> 
     assert read_settings(path, "large-0").bundles == [str(tmp_path / "bundles" / "b")]
 
 
+def test_a_password_of_the_board_lies_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("0123456789abcdef\n")
+    (tmp_path / "password").chmod(0o600)
+    path = written(tmp_path, SMALL, discovery={"url": "redis://me@h/0", "password_file": "password"})
+    assert read_settings(path, "small-0").board_url == "redis://me:0123456789abcdef@h/0"
+    assert read_settings(written(tmp_path, SMALL), "small-0").board_url is None
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
