@@ -96,9 +96,10 @@ async def _chosen(parts: Parts, turn: Turn) -> Course:
     tiers = routing.allowed(turn, parts.fleet)
     chosen = routing.choose_policy(turn.request.kvrelay, parts.policy)
     asked = routing.asked(turn, await parts.quotas.overspent(turn.tenant, chosen.budgets))
-    policy, decision = chosen.select(asked), routing.decide(turn, asked, chosen, parts.fleet, tiers)
+    selected = chosen.select(asked)
+    decision = routing.decide(turn, asked, selected, parts.fleet, tiers)
     if turn.named is not None:
         decision = routing.by_cache(turn.named, decision, parts.fleet, tiers)
     turn.report.decided(decision)
     small, *above = (parts.fleet.tiers[name] for name in (tiers[0], *decision.between, decision.tier))
-    return Course(parts, turn, policy, decision, small, tuple(above), above[-1])
+    return Course(parts, turn, selected.policy, decision, small, tuple(above), above[-1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gateway import policies
 from gateway.errors import PermissionDenied
 from gateway.fleet import Fleet, Tier
-from gateway.policies import Asked, Decision, Policy
+from gateway.policies import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.schemas import KvrelayOptions
 from gateway.tenants import Tenant
@@ -40,12 +40,12 @@ def asked(turn: Turn, overspent: frozenset[Budget]) -> Asked:
     )
 
 
-def decide(turn: Turn, asked: Asked, policy: Policy, fleet: Fleet, tiers: Sequence[str]) -> Decision:
+def decide(turn: Turn, asked: Asked, selected: Selected, fleet: Fleet, tiers: Sequence[str]) -> Decision:
     """`auto` leaves it to the policy; a model by name answers itself. Raises `ModelNotFound`, `InvalidRequest`,
     `PermissionDenied`."""
-    options, named = turn.request.kvrelay, fleet.named(turn.request.model)
+    options, named = turn.request.kvrelay, fleet.named(turn.request.model, turn.tenant.tiers)
     if named is None:
-        return policy.decide(tiers, asked)
+        return selected.decide(tiers, asked)
     check_may_use(turn.tenant, named)
     if named.name not in tiers:
         raise InvalidRequest(
@@ -78,22 +78,23 @@ def check_may_use(tenant: Tenant, tier: Tier) -> None:
 
 def allowed(turn: Turn, fleet: Fleet) -> list[str]:
     """The tiers that this request may use, small to large; never empty. Raises `InvalidRequest`."""
-    tiers = [tier for tier in _up_to(turn.request.kvrelay, fleet) if tier in turn.tenant.tiers]
+    options = turn.request.kvrelay
+    tiers = [tier for tier in _up_to(options, fleet, turn.tenant) if tier in turn.tenant.tiers]
     if not tiers:
         raise InvalidRequest(
-            f"kvrelay.max_tier: {turn.request.kvrelay.max_tier!r} leaves no model that this key may use; "
+            f"kvrelay.max_tier: {options.max_tier!r} leaves no model that this key may use; "
             f"allowed: {', '.join(turn.tenant.tiers)}",
             param="kvrelay.max_tier",
         )
     return tiers
 
 
-def _up_to(options: KvrelayOptions, fleet: Fleet) -> list[str]:
+def _up_to(options: KvrelayOptions, fleet: Fleet, tenant: Tenant) -> list[str]:
     if options.max_tier is None:
         return fleet.names
     if options.max_tier not in fleet.names:
         raise InvalidRequest(
-            f"kvrelay.max_tier: unknown tier {options.max_tier!r}; known: {', '.join(fleet.names)}",
+            f"kvrelay.max_tier: unknown tier {options.max_tier!r}; known: {', '.join(tenant.tiers)}",
             param="kvrelay.max_tier",
         )
     return fleet.names[: fleet.names.index(options.max_tier) + 1]

@@ -21,6 +21,7 @@ R = TypeVar("R", bound="ClientRequest")
 
 MAX_DEPTH = 64
 MAX_VALUES = 32_768  # far more than any conversation takes; checking millions would hold up everybody
+MAX_NAME_CHARS = 256
 SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 SALTS = ("cache_salt", "tenant_salt")  # dropped where a client sends them
@@ -32,8 +33,8 @@ class KvrelayOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    policy: str | None = None
-    max_tier: str | None = None
+    policy: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+    max_tier: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
     exact: bool = False
     explain: bool = False
     no_cache: bool = False
@@ -106,7 +107,7 @@ class HandoffRequest(ClientRequest):
 
     cache_id: CacheId
     target_model: str = Field(min_length=1)
-    mapper: str = Field(default="auto", min_length=1)
+    mapper: str = Field(default="auto", min_length=1, max_length=MAX_NAME_CHARS)
     num_tokens: int | None = Field(default=None, ge=1)
     native_head: int = Field(default=DEFAULT_NATIVE_HEAD, ge=0)
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
@@ -141,10 +142,15 @@ class AskedFor(ClientRequest):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    @field_validator("n", "presence_penalty", "frequency_penalty", "kvrelay", mode="before")
+    @field_validator("kvrelay", mode="before")
     @classmethod
-    def _null_is_default(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].default if value is None else value
+    def _null_is_none(cls, value: Any) -> Any:
+        return KvrelayOptions() if value is None else value
+
+    @field_validator("n", "presence_penalty", "frequency_penalty", mode="before")
+    @classmethod
+    def _only_its_default(cls, value: Any, info: Any) -> Any:
+        return _default_or(value, cls.model_fields[info.field_name].default)
 
     @model_validator(mode="after")
     def _cache_leaves_no_choice(self) -> AskedFor:
@@ -230,8 +236,8 @@ class TextCompletionRequest(AskedFor):
 
     @field_validator("best_of", "echo", mode="before")
     @classmethod
-    def _null_is_none(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].default if value is None else value
+    def _only_their_default(cls, value: Any, info: Any) -> Any:
+        return _default_or(value, cls.model_fields[info.field_name].default)
 
     @property
     def conversation(self) -> list[Message]:
@@ -248,6 +254,13 @@ class TextCompletionRequest(AskedFor):
     @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
+
+
+def _default_or(value: Any, default: Any) -> Any:
+    """Null asks for the default. True is not 1, nor is 0 False, though Python takes one for the other."""
+    if value is not None and isinstance(value, bool) is not isinstance(default, bool):
+        raise ValueError(f"Input should be {default}")
+    return default if value is None else value
 
 
 def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
@@ -273,14 +286,15 @@ def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
 def invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     """The most specific thing wrong, in one line: where, what, and the value."""
     problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    where = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
+    where = _clipped(".".join(str(part) for part in problem["loc"] if not _is_branch(part)))
+    told = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return InvalidRequest(f"unknown field {where!r}; known: {', '.join(model.model_fields)}", param=where)
     if problem["type"] == "missing":
         return InvalidRequest(f"{where}: this field is required", param=where)
     if not where:  # of the whole request, which is not repeated
-        return InvalidRequest(problem["msg"].removeprefix("Value error, "))
-    return InvalidRequest(f"{where}: {problem['msg']}; got {_shown(problem['input'])}", param=where)
+        return InvalidRequest(told)
+    return InvalidRequest(f"{where}: {told}; got {_clipped(repr(problem['input']))}", param=where)
 
 
 def _is_branch(part: int | str) -> bool:
@@ -288,8 +302,7 @@ def _is_branch(part: int | str) -> bool:
     return part == "str" or "[" in str(part)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _clipped(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
 
 

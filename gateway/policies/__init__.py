@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gateway.policies.always_escalate import AlwaysEscalate
-from gateway.policies.base import Asked, Decision, Policy, Route, Token, Verdict
+from gateway.policies.base import Asked, Decision, Policy, Route, Selected, Token, Verdict
 from gateway.policies.confidence import Confidence
 from gateway.policies.fixed import Fixed
 from gateway.policies.rules import Rules
@@ -17,7 +17,7 @@ POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Fixed, Confidence, Verifier, Rules, AlwaysEscalate)
 }
 
-__all__ = ["POLICIES", "Asked", "Decision", "Policy", "Route", "Token", "Verdict", "build"]
+__all__ = ["POLICIES", "Asked", "Decision", "Policy", "Route", "Selected", "Token", "Verdict", "build"]
 
 
 def build(settings: dict[str, Any]) -> Policy:

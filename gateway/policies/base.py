@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -73,6 +73,18 @@ class Verdict:
     leap: bool = False
 
 
+@dataclass(frozen=True)
+class Selected:
+    """The policy that a request gets, and the rule by which, where there was one."""
+
+    policy: Policy
+    rule: str | None = None
+
+    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
+        decision = self.policy.decide(tiers, asked)
+        return decision if self.rule is None else replace(decision, rule=self.rule)
+
+
 class Policy(BaseModel):
     """Open method: `decide`. A policy that cascades also gives `judge` and says what that needs."""
 
@@ -84,9 +96,9 @@ class Policy(BaseModel):
         """The route over the allowed `tiers`, ordered small to large; never empty."""
         raise NotImplementedError
 
-    def select(self, asked: Asked) -> Policy:
-        """The policy that judges this request's answer: itself, unless it is made of others."""
-        return self
+    def select(self, asked: Asked) -> Selected:
+        """Who decides on this request, and judges its answer: itself, unless it is made of others."""
+        return Selected(self)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from gateway.language import LANGUAGES, language_of
-from gateway.policies.base import Asked, Decision, Policy
+from gateway.policies.base import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.policies.confidence import Confidence
 
@@ -98,13 +97,15 @@ class Rules(Policy):
     otherwise: Composed = Confidence()
 
     def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
-        rule = self._first(asked)
-        decision = (rule.then if rule else self.otherwise).decide(tiers, asked)
-        return replace(decision, rule=decision.rule or (rule.name if rule else None))
+        return self.select(asked).decide(tiers, asked)
 
-    def select(self, asked: Asked) -> Policy:
+    def select(self, asked: Asked) -> Selected:
+        """Where rules lie within rules, the innermost one is named."""
         rule = self._first(asked)
-        return (rule.then if rule else self.otherwise).select(asked)
+        if rule is None:
+            return self.otherwise.select(asked)
+        inner = rule.then.select(asked)
+        return Selected(inner.policy, inner.rule or rule.name)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

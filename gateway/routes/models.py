@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
 async def one_model(request: Request, name: str) -> Response:
     snapshot: Snapshot = request.state.snapshot
     tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
-    tier = snapshot.parts.fleet.named(name)
+    tier = snapshot.parts.fleet.named(name, tenant.tiers)
     if tier is not None:
         check_may_use(tenant, tier)
     return json_reply(_model(name))

@@ -12,6 +12,8 @@ from structlog.testing import capture_logs
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process
 from workers.api.errors import InvalidRequest, Overloaded
 
+ENDLESS = "x" * 10_000
+
 
 def error_of(reply: httpx.Response) -> dict[str, Any]:
     body = reply.json()
@@ -87,7 +89,16 @@ async def test_a_body_that_is_none(stack: Stack, raw: bytes, message: str) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", "3"), ("max_tokens", True), ("stream", "yes"), ("temperature", "0.5"), ("logprobs", 1)],
+    [
+        ("max_tokens", "3"),
+        ("max_tokens", True),
+        ("stream", "yes"),
+        ("temperature", "0.5"),
+        ("logprobs", 1),
+        ("n", True),
+        ("presence_penalty", False),
+        ("frequency_penalty", False),
+    ],
 )
 async def test_a_value_of_another_type_is_refused_and_not_read_as_what_it_may_mean(
     stack: Stack, field: str, value: Any
@@ -96,9 +107,34 @@ async def test_a_value_of_another_type_is_refused_and_not_read_as_what_it_may_me
     assert (reply.status_code, error_of(reply)["param"]) == (400, field)
 
 
-async def test_a_long_value_is_not_echoed_whole(stack: Stack) -> None:
-    reply = await stack.chat(temperature="x" * 10_000)
-    assert len(reply.text) < 500
+@pytest.mark.parametrize("given", [{"include_usage": "yes"}, {"include_usage": 1}])
+async def test_so_is_one_within_another(stack: Stack, given: dict[str, Any]) -> None:
+    reply = await stack.chat(stream=True, stream_options=given)
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "stream_options.include_usage")
+
+
+@pytest.mark.parametrize("given", [{"best_of": True}, {"echo": 0}])
+async def test_so_it_is_of_a_text(stack: Stack, given: dict[str, Any]) -> None:
+    reply = await stack.http.post("/v1/completions", json={"model": "auto", "prompt": "Hello"} | given)
+    assert (reply.status_code, error_of(reply)["param"]) == (400, *given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": ENDLESS},
+        {"model": ENDLESS},
+        {ENDLESS: 1},
+        {"kvrelay": {"policy": ENDLESS}},
+        {"kvrelay": {"max_tier": ENDLESS}},
+        {"kvrelay": {ENDLESS: 1}},
+        {"stream_options": {ENDLESS: 1}},
+    ],
+)
+async def test_a_long_value_or_name_is_not_echoed_whole(stack: Stack, fields: dict[str, Any]) -> None:
+    reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES} | fields)
+    assert reply.status_code in (400, 404)
+    assert len(reply.content) < 1000
 
 
 async def test_bodies_and_headers_are_bounded() -> None:

@@ -26,7 +26,7 @@ def tokens(*logprobs: float) -> list[Token]:
 def test_every_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str]) -> None:
     decision = build({"name": name}).decide(tiers, ASKED)
     assert decision.tier in tiers
-    assert decision.policy == build({"name": name}).select(ASKED).name
+    assert decision.policy == build({"name": name}).select(ASKED).policy.name
     assert decision.route in ("answer", "cascade", "escalate")
     if len(tiers) == 1:
         assert decision.route == "answer", "there is nobody to escalate to"
@@ -35,7 +35,7 @@ def test_every_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str
 @pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_that_cascades_judges(name: str, score: str) -> None:
-    policy = build({"name": name} | ({"score": score} if name == "confidence" else {})).select(ASKED)
+    policy = build({"name": name} | ({"score": score} if name == "confidence" else {})).select(ASKED).policy
     if policy.decide(TIERS, ASKED).route == "cascade":
         assert policy.num_judged_tokens > 0
         assert policy.judge([SURE] * 16).accept
@@ -150,7 +150,9 @@ def test_the_first_rule_that_holds_decides(asked: Asked, rule: str | None, route
     policy = build(RULES)
     decision = policy.decide(TIERS, asked)
     assert (decision.rule, decision.route) == (rule, route)
-    assert decision.policy == policy.select(asked).name
+    selected = policy.select(asked)
+    assert decision.policy == selected.policy.name
+    assert selected.decide(TIERS, ASKED) == decision, "the rules are not asked again"
 
 
 def test_rules_within_rules() -> None:
@@ -158,7 +160,7 @@ def test_rules_within_rules() -> None:
     policy = build({"name": "rules", "rules": [{"name": "all", "when": {}, "then": inner}]})
     assert policy.decide(TIERS, ASKED).rule == "short"
     assert policy.decide(TIERS, Asked("Hello", 10)).rule == "all"
-    assert policy.select(Asked("Hello", 10)).name == "confidence"
+    assert policy.select(Asked("Hello", 10)).policy.name == "confidence"
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,25 @@ async def test_a_tenant_uses_the_models_that_it_may() -> None:
         assert told(await ask(stack, "default"))["tier"] == "small"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", {"model": "gpt-17", "messages": MESSAGES}, 404),
+        ("/v1/chat/completions", {"model": "auto", "messages": MESSAGES, "kvrelay": {"max_tier": "huge"}}, 400),
+        ("/v1/prefix/prefill", {"target_model": "gpt-17", "prefix": "x"}, 404),
+        ("/v1/models/gpt-17", None, 404),
+    ],
+)
+async def test_a_refusal_names_no_model_that_the_key_is_not_told_of(
+    path: str, body: dict[str, Any] | None, status: int
+) -> None:
+    tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["small"]}}
+    async with in_process(tenants=tenants) as stack:
+        reply = await stack.http.request("GET" if body is None else "POST", path, json=body, headers=key("acme"))
+        assert reply.status_code == status
+        assert "small" in reply.json()["error"]["message"] and "large" not in reply.text
+
+
 async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_prompt(stack: Stack) -> None:
     with capture_logs([add_request_id]) as logged:
         reply = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})

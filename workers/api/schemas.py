@@ -275,6 +275,8 @@ class KVTransferParams(Request):
 
 
 class StreamOptions(Request):
+    model_config = ConfigDict(strict=True)
+
     include_usage: bool = False
 
 
