@@ -60,7 +60,7 @@ class WorkerMetrics:
         self.transfers = self._counter("kv_transfer_total", "Caches taken from other workers, by outcome", "result")
         self.transfer_seconds = Histogram(
             f"{PREFIX}_kv_transfer_duration_seconds",
-            "Lease, copy, map and check of one cache",
+            "Lease, copy, map and check of one cache that was taken over",
             buckets=TRANSFER_BUCKETS,
             registry=self.registry,
         )
@@ -105,7 +105,9 @@ class WorkerMetrics:
         self.bundle_usable = Gauge(
             f"{PREFIX}_mapper_usable", "1 for a bundle in use, 0 for one refused", ["bundle"], registry=self.registry
         )
-        self.not_stored = self._counter("cache_store_failures_total", "Answers whose KV could not be kept")
+        self.not_stored = self._counter(
+            "cache_store_failures_total", "Answers whose KV could not be kept, by why", "reason"
+        )
 
     def watch(
         self, *, num_running: Callable[[], int], num_waiting: Callable[[], int], kv_usage: Callable[[], float]

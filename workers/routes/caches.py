@@ -18,14 +18,16 @@ router = APIRouter(prefix="/v1")
 async def prefill(body: PrefillRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     worker.check_model(body.target_model, "target_model")
-    return json_reply(await until_hang_up(worker.prefiller.prefill(body), request.receive))
+    gone = worker.metrics.disconnects.labels("prefill").inc
+    return json_reply(await until_hang_up(worker.prefiller.prefill(body), request.receive, gone))
 
 
 @router.post("/cache/transfer")
 async def transfer(body: TransferRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     worker.check_model(body.target_model, "target_model")
-    return json_reply(await until_hang_up(worker.transfers.transfer(body), request.receive))
+    gone = worker.metrics.disconnects.labels("transfer").inc
+    return json_reply(await until_hang_up(worker.transfers.transfer(body), request.receive, gone))
 
 
 @router.post("/cache/{cache_id}/lease")

@@ -16,7 +16,7 @@ from workers.routes.openai import Body, ChatShape, CompletionShape, Shape
 from workers.routes.replies import json_reply
 from workers.routes.spacing import spaced
 from workers.routes.sse import DONE, EventStream, frame
-from workers.serving.answer import AnswerJob
+from workers.serving.answer import QUEUE, AnswerJob
 from workers.serving.worker import Worker
 
 router = APIRouter(prefix="/v1")
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1")
 @router.post("/chat/completions")
 async def chat(body: ChatRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
-    job = await until_hang_up(chat_job(worker, body), request.receive)
+    job = await until_hang_up(chat_job(worker, body), request.receive, worker.metrics.disconnects.labels(QUEUE).inc)
     shape = ChatShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs)
     return await _reply(worker, job, shape, body, request)
 
@@ -33,7 +33,8 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 @router.post("/completions")
 async def complete(body: CompletionRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
-    job = await until_hang_up(completion_job(worker, body), request.receive)
+    gone = worker.metrics.disconnects.labels(QUEUE).inc
+    job = await until_hang_up(completion_job(worker, body), request.receive, gone)
     shape = CompletionShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs is not None)
     return await _reply(worker, job, shape, body, request)
 
@@ -41,9 +42,12 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
 async def _reply(
     worker: Worker, job: AnswerJob, shape: Shape, body: ChatRequest | CompletionRequest, request: Request
 ) -> Response:
+    def gone() -> None:
+        worker.metrics.disconnects.labels(job.course.phase).inc()
+
     if body.stream:
-        return EventStream(_stream(worker, job, shape, body.stream_options or WorkerStreamOptions()))
-    return json_reply(await until_hang_up(_whole(worker, job, shape), request.receive))
+        return EventStream(_stream(worker, job, shape, body.stream_options or WorkerStreamOptions()), gone)
+    return json_reply(await until_hang_up(_whole(worker, job, shape), request.receive, gone))
 
 
 async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -14,9 +14,9 @@ from workers.routes.replies import ClientGone
 R = TypeVar("R")
 
 
-async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive) -> R:
-    """The result of `work`, unless the client goes first: then `work` is cancelled, has ended, and `ClientGone` is
-    raised. The request's body must have been received."""
+async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive, on_gone: Callable[[], object]) -> R:
+    """The result of `work`, unless the client goes first, or `work` itself finds that it is gone: then `on_gone` hears
+    of it, `work` is cancelled, has ended, and `ClientGone` is raised. The request's body must have been received."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -24,6 +24,9 @@ async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive) -> R:
         if working.done():
             return working.result()
         raise ClientGone
+    except ClientGone:
+        on_gone()
+        raise
     finally:
         await end(working)
         await end(gone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -30,17 +30,18 @@ class EventStream(StreamingResponse):
     """Sends frames as `frames` yields them.
 
     What fails before the first frame is raised, and so becomes a real HTTP status. What fails later becomes one error
-    frame, and the stream ends without `[DONE]`. A client that hangs up closes `frames`.
+    frame, and the stream ends without `[DONE]`. A client that hangs up closes `frames`, and `on_gone` hears of it.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None]):
+    def __init__(self, frames: AsyncGenerator[bytes, None], on_gone: Callable[[], object]):
         super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._frames = frames
+        self._on_gone = on_gone
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_hang_up(self._stream(send), receive)
+            await until_hang_up(self._stream(send), receive, self._on_gone)
         except ClientGone:
             if not self._begun:
                 raise

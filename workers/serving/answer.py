@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
@@ -37,12 +36,21 @@ from workers.serving.upgrade import Uses
 
 log = structlog.get_logger()
 
+QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
 CAPACITY_AHEAD = 256  # tokens of an answer that working memory has room for from the start
+
+
+@dataclass
+class Course:
+    """How far an answer has come: `phase` is one of those above."""
+
+    phase: str = QUEUE
 
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`."""
+    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`; `course` is kept by who
+    answers."""
 
     prompt: PromptTokens
     sampling: Sampling
@@ -53,6 +61,7 @@ class AnswerJob:
     arrived: float
     deadline: float | None = None
     priority: int = 0
+    course: Course = field(default_factory=Course, compare=False)
 
 
 @dataclass(frozen=True)
@@ -84,21 +93,12 @@ class Answerer:
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,
                 self.engine.sequence(claim, capacity) as sequence,
             ):
-                began = time.monotonic()
-                with self._counting_hang_ups("prefill"):
-                    await page_in(self.pool, sequence, token_ids, reuse)
+                job.course.phase, began = PREFILL, time.monotonic()
+                await page_in(self.pool, sequence, token_ids, reuse)
                 prefill_s = time.monotonic() - began
                 self._count_prompt(len(token_ids), reuse, prefill_s)
-                with self._counting_hang_ups("decode"):
-                    yield Answer(self, job, reuse, claim, sequence, prefill_s)
-
-    @contextmanager
-    def _counting_hang_ups(self, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self.metrics.disconnects.labels(phase).inc()
-            raise
+                job.course.phase = DECODE
+                yield Answer(self, job, reuse, claim, sequence, prefill_s)
 
     def _count_prompt(self, num_tokens: int, reuse: Reuse, prefill_s: float) -> None:
         self.metrics.prompt_tokens.inc(num_tokens)
@@ -217,7 +217,7 @@ class Answer:
                 ttl_s=self.job.params.ttl_s,
             )
         except KvrelayError as error:
-            self._answerer.metrics.not_stored.inc()
+            self._answerer.metrics.not_stored.labels(error.code).inc()
             log.warning("answer_not_kept", reason=error.code, num_tokens=self._sequence.num_tokens)
             return None
 

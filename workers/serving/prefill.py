@@ -70,13 +70,14 @@ class Prefiller:
         )
 
     async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
-        began, params = time.monotonic(), KVTransferParams()
+        params = KVTransferParams()
         await recall_for(self._engine, self._pool, token_ids, salt, params)
         with reuse_of(self._pool, token_ids, salt, params) as reuse:
             async with self._engine.admit() as claim, self._engine.sequence(claim, len(token_ids)) as sequence:
+                began = time.monotonic()
                 await page_in(self._pool, sequence, token_ids, reuse)
+                prefill_s = time.monotonic() - began
                 entry = await page_out(self._engine, self._pool, claim, sequence, reuse, salt=salt, ttl_s=ttl_s)
-        prefill_s = time.monotonic() - began
         self._metrics.prefill.observe(prefill_s)
         self._metrics.prefix_queries.inc(len(token_ids))
         self._metrics.prefix_hits.inc(reuse.cached_tokens)

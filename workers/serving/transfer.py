@@ -132,8 +132,8 @@ class Transfers:
 
     def _count(self, outcome: Outcome) -> None:
         self._metrics.transfers.labels(outcome.result).inc()
-        self._metrics.transfer_seconds.observe(outcome.seconds)
         if outcome.reply is not None:
+            self._metrics.transfer_seconds.observe(outcome.seconds)
             self._metrics.transfer_tokens.inc(outcome.num_mapped)
             self._metrics.transfer_bytes.inc(outcome.reply.bytes)
             self._metrics.transfer_scratch.set(outcome.reply.scratch_bytes)

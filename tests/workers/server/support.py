@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -84,6 +85,13 @@ async def serving(
             ) as http,
         ):
             yield Served(worker, app, client, http)
+
+
+async def counts(served: Served, name: str) -> dict[str, float]:
+    """A counter of one label, by that label's value."""
+    told = (await served.http.get("/metrics")).text
+    found = re.findall(rf'^kvrelay_{name}\{{\w+="(\w+)"\}} (\S+)$', told, re.MULTILINE)
+    return {value: float(count) for value, count in found if float(count)}
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -12,11 +12,12 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.workers.server.support import SALT, SECRET, Served, content, serving, until
+from tests.workers.server.support import SALT, SECRET, Served, content, counts, serving, until
 from workers.api.schemas import SECRET_HEADER
 from workers.engines.compute import Compute
 
 LONG = {"messages": [{"role": "user", "content": "fox " * 300}], "tenant_salt": SALT, "max_tokens": 700}
+HANG_UPS = "client_disconnects_total"
 PREFIX = {"messages": LONG["messages"], "tenant_salt": SALT}
 
 
@@ -107,6 +108,7 @@ async def test_a_hang_up_in_the_queue_leaves_it(listening: tuple[Served, str]) -
             call.cancel()
             await until(lambda: served.worker.engine.admission.num_waiting == 0)
     await assert_free(served)
+    assert await counts(served, HANG_UPS) == {"queue": 1}
 
 
 async def test_hang_ups_are_counted_by_phase(listening: tuple[Served, str]) -> None:
@@ -115,9 +117,22 @@ async def test_hang_ups_are_counted_by_phase(listening: tuple[Served, str]) -> N
     await assert_free(served)
     await hang_up_while(served, url, "/v1/chat/completions", LONG | {"stream": True}, 8)
     await assert_free(served)
-    told = (await served.http.get("/metrics")).text
-    for phase in ("prefill", "decode"):
-        assert f'kvrelay_client_disconnects_total{{phase="{phase}"}} 1.0' in told
+    assert await counts(served, HANG_UPS) == {"prefill": 1, "decode": 1}
+    await hang_up_while(served, url, "/v1/prefix/prefill", PREFIX, 1)
+    await assert_free(served)
+    assert await counts(served, HANG_UPS) == {"prefill": 2, "decode": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whom_our_own_end_cuts_off_has_not_hung_up(listening: tuple[Served, str], stream: bool) -> None:
+    served, _ = listening
+    compute: Any = served.worker.engine.compute
+    cut_off = asyncio.create_task(served.http.post("/v1/chat/completions", json=LONG | {"stream": stream}))
+    await until(lambda: compute.num_begun >= 1)
+    cut_off.cancel()
+    await asyncio.wait({cut_off})
+    await assert_free(served)
+    assert await counts(served, HANG_UPS) == {}
 
 
 async def test_who_shares_a_prefill_is_not_hurt_by_anothers_hang_up(listening: tuple[Served, str]) -> None:
@@ -151,3 +166,4 @@ async def test_a_client_that_takes_nothing_counts_as_gone(
     await asyncio.wait_for(served.app(scope, received.get, send), 20)
     assert set(sent) == {"http.response.start", "http.response.body"} and (len(sent) == 2) is not at_the_end
     await assert_free(served)
+    assert await counts(served, HANG_UPS) == {"decode": 1}

@@ -171,6 +171,7 @@ async def test_transfers_are_counted(pair: Pair) -> None:
     moved = await handed_over(pair)
     told = (await large.http.get("/metrics")).text
     assert 'kvrelay_kv_transfer_total{result="ok"} 1.0' in told
+    assert "kvrelay_kv_transfer_duration_seconds_count 1.0" in told
     assert told.count('kvrelay_kv_transfer_phase_seconds_count{phase=') == len(TRANSFER_PHASES)
     assert 'kvrelay_kv_transfer_phase_seconds_count{phase="map"} 1.0' in told
     assert f"kvrelay_kv_transfer_tokens_total {float(moved.num_tokens - HEAD)}" in told
@@ -200,7 +201,9 @@ async def test_transfers_that_cannot_be(
 async def test_failed_transfers_are_counted_by_what_failed(pair: Pair) -> None:
     with pytest.raises(BundleUnusable):
         await handed_over(pair, mapper="0" * 16)
-    assert 'kvrelay_kv_transfer_total{result="no_bundle"} 1.0' in (await pair[1].http.get("/metrics")).text
+    told = (await pair[1].http.get("/metrics")).text
+    assert 'kvrelay_kv_transfer_total{result="no_bundle"} 1.0' in told
+    assert "kvrelay_kv_transfer_duration_seconds_count 0.0" in told, "a refusal tells nothing of how long a move takes"
 
 
 @pytest.mark.parametrize(

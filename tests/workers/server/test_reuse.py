@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from tests.workers.server.support import (
     Served,
     chat_request,
     content,
+    counts,
     serving,
+    until,
 )
 from workers.api.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, InvalidRequest, Overloaded
 from workers.api.schemas import Message, PrefillReply, PrefillRequest, Prompt
@@ -46,6 +49,20 @@ async def test_a_prefix_is_read_once(served: Served) -> None:
     again = await prefilled(served)
     assert again.cached_tokens == boundary(served) // BLOCK * BLOCK
     assert again.digest == first.digest and again.epoch == served.worker.pool.epoch
+
+
+async def test_waiting_for_a_place_is_no_prefill(folder: Path) -> None:
+    waited_s = 0.3
+    async with serving(folder, max_running=1) as served:
+        began = time.monotonic()
+        async with served.worker.engine.admit():
+            reading = asyncio.create_task(prefilled(served))
+            await until(lambda: served.worker.engine.admission.num_waiting == 1)
+            await asyncio.sleep(waited_s)
+        prefill_s = (await reading).prefill_ms / 1000
+        assert 0 < prefill_s <= time.monotonic() - began - waited_s
+        counted_s = served.worker.metrics.registry.get_sample_value("kvrelay_request_prefill_time_seconds_sum")
+        assert counted_s == pytest.approx(prefill_s)
 
 
 async def test_without_a_mark_everything_given_is_read(served: Served) -> None:
@@ -161,7 +178,7 @@ async def test_an_answer_is_given_even_if_the_pool_has_no_room_for_it(served: Se
         with pytest.raises(Overloaded) as refused:
             await prefilled(served)
         assert refused.value.retry_after_s
-    assert "kvrelay_cache_store_failures_total 1.0" in (await served.http.get("/metrics")).text
+    assert await counts(served, "cache_store_failures_total") == {"pool_full": 1}
 
 
 async def test_an_answer_is_given_even_if_its_kv_is_fetched_too_late(
@@ -173,6 +190,7 @@ async def test_an_answer_is_given_even_if_its_kv_is_fetched_too_late(
     monkeypatch.setattr(TransformersSequence, "fetch", too_late)
     reply = await served.chat()
     assert content(reply) and reply["kv_transfer_params"]["cache_id"] is None
+    assert await counts(served, "cache_store_failures_total") == {"deadline_exceeded": 1}
 
 
 async def test_a_boundary_that_does_not_exist_is_an_error(served: Served) -> None:
