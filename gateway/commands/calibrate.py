@@ -1,7 +1,8 @@
 """`kvrelay calibrate LOG`: the threshold of a cascade, from a log of answers whose worth is known.
 
 Ask for what you want: `--max-escalations 0.2`, or `--min-agreement 0.95`. Half of the log finds the threshold, the
-other half tells what it is worth. LOG holds JSON lines {"confidence": -0.4, "agrees": true}.
+other half tells what it is worth. LOG holds JSON lines {"confidence": -0.4, "agrees": true}; docs/operate.md tells how
+one is made.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -87,4 +89,5 @@ def _told(threshold: float, fit: Sequence[Judged], held_out: Sequence[Judged], s
 def _report(told: dict[str, Any]) -> str:
     head = ["", "answers", "escalations", "agreement", "of accepted", "cost (large alone: 1)"]
     rows = [[name, *told[name].values()] for name in ("fit", "held_out")]
-    return f"{render(head, rows)}\n\npolicy: {{name: confidence, threshold: {told['threshold']:.4f}}}"
+    threshold = f"{Decimal(repr(told['threshold'])):f}"  # whole: rounded, it would accept or escalate others
+    return f"{render(head, rows)}\n\npolicy: {{name: confidence, threshold: {threshold}}}"

@@ -1,21 +1,28 @@
 """`kvrelay prefixes LOG`: before anything else, how much of your traffic shares prefixes, and what spoils the rest.
 
 LOG holds JSON lines, each the body of a chat completion (or an object with one under "request"), oldest first. The
-report shows no text of them unless asked to by --show-text.
+report shows no text of them unless asked to by --show-text. With --prefill-rate, or --config to ask your workers what
+they have measured, it estimates the time saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from gateway.commands.doctor import ask_workers
 from gateway.commands.files import add_json_option, write_json
 from gateway.commands.table import render
 from gateway.logs.lines import LogUnusable
 from gateway.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
+from gateway.settings import load, read_secret
+from workers.api.errors import KvrelayError, WorkerUnavailable
+from workers.api.schemas import WorkerInfo
 
 SHOWN_CHARS = 60
 ADVICE = "Move it behind what is shared: into the last user message, or into a message of its own just before it."
@@ -26,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments().parse_args(argv)
     try:
         prompts = read_prompts(asked.log)
-    except LogUnusable as error:
+        rate = asked.prefill_rate if asked.config is None else measured(asked.config)
+    except (LogUnusable, KvrelayError) as error:
         print(f"kvrelay prefixes: {error}", file=sys.stderr)
         return 2
-    told = _told(prompts, asked)
+    told = _told(prompts, rate, asked)
     write_json(asked.json, told)
     print(_report(told))
     return 0
@@ -38,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvrelay prefixes", description=__doc__)
     parser.add_argument("log", type=Path, metavar="LOG")
-    parser.add_argument("--prefill-rate", type=_positive, metavar="N", help="tokens a second that your model reads")
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument("--prefill-rate", type=_positive, metavar="N", help="tokens a second that your model reads")
+    rate.add_argument("--config", type=Path, metavar="FILE", help="or ask the workers that this kvrelay.yaml names")
     parser.add_argument("--chars-per-token", type=_positive, default=4.0, metavar="N", help="default: 4")
     parser.add_argument("--show-text", action="store_true", help="show how the top prefixes begin")
     add_json_option(parser, "the report")
@@ -55,7 +65,21 @@ def _positive(text: str) -> float:
     return number
 
 
-def _told(prompts: Sequence[Prompt], asked: argparse.Namespace) -> dict[str, Any]:
+def measured(config: Path) -> float:
+    """Tokens a second that a worker of the first tier, which reads every prompt, has measured itself to read: the
+    median. Raises `KvrelayError` where none has."""
+    settings = load(config)
+    first = settings.tiers[0].name
+    told = asyncio.run(ask_workers(settings, read_secret(settings.secret_file)))
+    infos = [told[name] for name, worker in settings.workers.items() if worker.tier == first]
+    known = [info.rates.prefill_tokens_per_s for info in infos if isinstance(info, WorkerInfo)]
+    rates = [rate for rate in known if rate is not None]
+    if not rates:
+        raise WorkerUnavailable(f"no worker of tier {first!r} answers that has measured how fast it reads")
+    return median(rates)
+
+
+def _told(prompts: Sequence[Prompt], rate: float | None, asked: argparse.Namespace) -> dict[str, Any]:
     found = sharing(prompts)
     cleaned = sharing(prompt.without_volatile() for prompt in prompts)
     return {
@@ -67,8 +91,9 @@ def _told(prompts: Sequence[Prompt], asked: argparse.Namespace) -> dict[str, Any
         "by_length": [_bucket(start, found) for start in BUCKETS if start in found.by_length],
         "top": [_top(one, asked.show_text) for one in found.top()],
         "volatile": [vars(spoiler) for spoiler in spoilers(prompts)],
-        "saved_prefill_s": _saved_s(found, asked),
-        "saved_prefill_s_without_volatile": _saved_s(cleaned, asked),
+        "prefill_rate": rate,
+        "saved_prefill_s": _saved_s(found, rate, asked.chars_per_token),
+        "saved_prefill_s_without_volatile": _saved_s(cleaned, rate, asked.chars_per_token),
     }
 
 
@@ -83,10 +108,8 @@ def _top(one: tuple[str, int, int, int, str], show_text: bool) -> dict[str, Any]
     return told | ({"begins": text[:SHOWN_CHARS]} if show_text else {})
 
 
-def _saved_s(found: Sharing, asked: argparse.Namespace) -> float | None:
-    if asked.prefill_rate is None:
-        return None
-    return float(found.shared_chars / asked.chars_per_token / asked.prefill_rate)
+def _saved_s(found: Sharing, rate: float | None, chars_per_token: float) -> float | None:
+    return None if rate is None else found.shared_chars / chars_per_token / rate
 
 
 def _report(told: dict[str, Any]) -> str:

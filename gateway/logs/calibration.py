@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,11 @@ def halves(answers: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
 
 def threshold_for_escalations(answers: Sequence[Judged], at_most: float) -> float:
     """The highest threshold that escalates no larger a share of these answers."""
-    return _first(answers, lambda threshold: Outcome.of(answers, threshold).escalations <= at_most, highest=True)
+    seen = _seen(answers)
+    first_that_escalates_more = bisect_left(
+        seen, True, key=lambda threshold: Outcome.of(answers, threshold).escalations > at_most
+    )
+    return seen[first_that_escalates_more - 1]
 
 
 def threshold_for_agreement(answers: Sequence[Judged], at_least: float) -> float:
@@ -100,15 +105,16 @@ def threshold_for_agreement(answers: Sequence[Judged], at_least: float) -> float
 
     def is_enough(threshold: float) -> bool:
         agreeing = (expected(one.confidence) if one.confidence >= threshold else 1.0 for one in answers)
-        return sum(agreeing) / len(answers) >= at_least
+        return math.fsum(agreeing) / len(answers) >= at_least
 
-    return _first(answers, is_enough, highest=False)
+    seen = _seen(answers)
+    found = bisect_left(seen, True, key=is_enough)
+    return seen[found] if found < len(seen) else math.nextafter(seen[-1], math.inf)
 
 
-def _first(answers: Sequence[Judged], holds: Callable[[float], bool], *, highest: bool) -> float:
-    seen = sorted({answer.confidence for answer in answers}, reverse=highest)
-    fallback = max(answer.confidence for answer in answers) + 1e-9
-    return next((threshold for threshold in seen if holds(threshold)), fallback)
+def _seen(answers: Sequence[Judged]) -> list[float]:
+    """The confidences, each once, the lowest first: with the threshold, escalations and agreement never fall."""
+    return sorted({answer.confidence for answer in answers})
 
 
 def _by_confidence(answers: Sequence[Judged]) -> list[tuple[float, float, float]]:

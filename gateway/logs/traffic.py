@@ -36,6 +36,9 @@ VOLATILE = {
 _VOLATILE = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in VOLATILE.items()))
 
 
+Place = tuple[str, str, int]  # kind of span, role, position of the message
+
+
 @dataclass(frozen=True)
 class Prompt:
     """The messages of one request, each as the gateway would hash it, and the tools before them."""
@@ -46,6 +49,10 @@ class Prompt:
     @property
     def num_chars(self) -> int:
         return sum(map(len, self.texts))
+
+    def role(self, position: int) -> str:
+        """Of a message."""
+        return str(orjson.loads(self.links[position + 1])["role"])
 
     def names(self) -> list[str]:
         """One for each beginning: `names()[i]` of the first i + 1 messages."""
@@ -108,8 +115,17 @@ class Sharing:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Those of one kind in one message; the first stands `at` so many characters."""
+
+    at: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Spoiler:
-    """A kind of volatile span, in one message of the prompts: `position` counts messages, `at` characters in it."""
+    """A kind of volatile span, in one message of so many `prompts`: `position` counts messages, `at` characters in it.
+    """
 
     kind: str
     role: str
@@ -139,19 +155,27 @@ def masked(text: str) -> str:
 
 def spoilers(prompts: Sequence[Prompt]) -> list[Spoiler]:
     """Where volatile spans stand in what could be shared: every message but the last one. The most frequent first; a
-    span that is the same in every prompt spoils nothing."""
-    places: dict[tuple[str, str, int], list[tuple[int, str]]] = {}
+    span spoils nothing where all prompts that are else alike have the same."""
+    groups: dict[tuple[Place, str], list[Spans]] = {}
     for prompt in prompts:
         for position, text in enumerate(prompt.texts[:-1]):
-            for match in _VOLATILE.finditer(text):
-                role = orjson.loads(prompt.links[position + 1])["role"]
-                places.setdefault((str(match.lastgroup), role, position), []).append((match.start(), match.group()))
-    found = [
-        Spoiler(kind, role, position, min(at for at, _ in spans), len(spans))
-        for (kind, role, position), spans in places.items()
-        if len({span for _, span in spans}) > 1
-    ]
+            for kind, spans in _spans(text).items():
+                place = (kind, prompt.role(position), position)
+                groups.setdefault((place, masked(text)), []).append(spans)
+    places: dict[Place, list[Spans]] = {}
+    for (place, _), alike in groups.items():
+        if len({spans.texts for spans in alike}) > 1:
+            places.setdefault(place, []).extend(alike)
+    found = [Spoiler(*place, min(spans.at for spans in there), len(there)) for place, there in places.items()]
     return sorted(found, key=lambda one: (-one.prompts, one.position, one.at))
+
+
+def _spans(text: str) -> dict[str, Spans]:
+    """By their kind."""
+    found: dict[str, list[re.Match[str]]] = {}
+    for match in _VOLATILE.finditer(text):
+        found.setdefault(str(match.lastgroup), []).append(match)
+    return {kind: Spans(one[0].start(), tuple(match.group() for match in one)) for kind, one in found.items()}
 
 
 def _prompt(place: str, line: dict[str, Any]) -> Prompt:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from gateway.commands import calibrate, prefixes
 from gateway.logs.calibration import Isotonic, Judged, Outcome, threshold_for_agreement, threshold_for_escalations
 from gateway.logs.traffic import masked
+from tests.gateway.test_process import configured, workers
+from workers.api.schemas import Rates
 
 RULES = "Answer from the handbook. " * 40
 RIGHT_FROM = -1.0  # in the planted log, answers surer than that are right
@@ -60,6 +65,32 @@ def test_what_spoils_a_prefix_is_named_with_its_place(tmp_path: Path, capsys: py
     told = capsys.readouterr().out
     assert "Move it behind what is shared" in told
     assert "handbook" not in told, "no text unless it is asked for"
+
+
+def test_a_prompt_with_several_spans_is_one_prompt(tmp_path: Path) -> None:
+    lines = [chat(f"From 2026-11-{day} to 2026-12-{day}, as of 2027-01-{day}. {RULES}", "?") for day in (10, 11, 12)]
+    assert reported(tmp_path, lines)["volatile"] == [
+        {"kind": "date", "role": "system", "position": 0, "at": 5, "prompts": 3}
+    ]
+
+
+def test_spans_that_stay_as_they_are_spoil_nothing(tmp_path: Path) -> None:
+    """Within each of two applications, whatever the other one's are."""
+    ours, theirs = f"Founded 1999-01-02, merged 2005-06-07. {RULES}", f"Opened 2001-02-03. {RULES} Be brief."
+    assert reported(tmp_path, [chat(rules, f"{n}?") for rules in (ours, theirs) for n in (1, 2)])["volatile"] == []
+
+
+async def test_rates_come_from_the_workers_that_have_measured_them(tmp_path: Path) -> None:
+    lines = [chat(RULES, "One?"), chat(RULES, "Two?")]
+    with workers() as (small, _, section):
+        config = str(configured(tmp_path, workers=section))
+        small.rates = Rates(prefill_tokens_per_s=50.0)
+        measured = await asyncio.to_thread(reported, tmp_path, lines, "--config", config)
+        assert measured["prefill_rate"] == 50
+        assert measured["saved_prefill_s"] == reported(tmp_path, lines, "--prefill-rate", "50")["saved_prefill_s"]
+        small.rates = Rates()
+        nothing = await asyncio.to_thread(prefixes.main, [str(tmp_path / "log.jsonl"), "--config", config])
+        assert nothing == 2
 
 
 def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,9 +152,50 @@ def test_so_much_agreement_at_least(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert told["threshold"] == pytest.approx(RIGHT_FROM, abs=0.25), "where right and wrong part"
     assert told["held_out"]["agreement"] >= 0.96
     assert told["held_out"]["escalations"] == pytest.approx(0.25, abs=0.1)
-    assert f"threshold: {told['threshold']:.4f}" in capsys.readouterr().out
+    assert suggested(capsys.readouterr().out) == told["threshold"]
     drawn = ElementTree.fromstring((tmp_path / "plot.svg").read_text())
     assert len([element for element in drawn if element.tag.endswith("polyline")]) == 3
+
+
+def suggested(report: str) -> float:
+    """The threshold that a configuration with the last line would have."""
+    return float(yaml.safe_load(report.splitlines()[-1])["policy"]["threshold"])
+
+
+@pytest.mark.parametrize("step", [1e-7, 1e-12])
+@pytest.mark.parametrize("goal", ["--min-agreement", "--max-escalations"])
+def test_the_threshold_is_told_whole(
+    tmp_path: Path, goal: str, step: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounded, it would escalate more than asked for, or accept what is never to be."""
+    path = written(tmp_path, [{"confidence": -place * step, "agrees": False} for place in range(1, 100)])
+    assert calibrate.main([str(path), goal, "1", "--json", str(tmp_path / "out.json")]) == 0
+    threshold = json.loads((tmp_path / "out.json").read_text())["threshold"]
+    assert -10 * step < threshold < 0
+    assert suggested(capsys.readouterr().out) == threshold
+
+
+class Compared(float):
+    """A confidence that counts how often any of them is compared with a threshold."""
+
+    num = 0
+
+    def __ge__(self, other: float) -> bool:
+        Compared.num += 1
+        return float.__ge__(self, other)
+
+
+@pytest.mark.parametrize(
+    ("find", "share", "threshold"), [(threshold_for_escalations, 0.25, 512.0), (threshold_for_agreement, 0.75, 1024.0)]
+)
+def test_a_long_log_is_not_looked_at_once_for_each_threshold(
+    find: Callable[[list[Judged], float], float], share: float, threshold: float
+) -> None:
+    """Of these answers those from 1024 on agree, every other one."""
+    answers = [Judged(Compared(place), place >= 1024 and place % 2 == 1) for place in range(2048)]
+    Compared.num = 0
+    assert find(answers, share) == threshold
+    assert 0 < Compared.num <= 12 * len(answers)
 
 
 def test_the_bounds_of_both_goals() -> None:
