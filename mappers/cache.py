@@ -94,11 +94,6 @@ class KVCache:
     def positions(self) -> Tensor:
         return torch.arange(self.start, self.start + self.num_tokens, device=self.keys[0].device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all keys and values."""
-        return sum(tensor.nbytes for tensor in self.keys + self.values)
-
     def slice(self, begin: int, end: int) -> KVCache:
         """Tokens `[begin, end)` of this cache, as views, at the positions they had."""
         return KVCache(
@@ -119,3 +114,8 @@ class KVCache:
             tuple(torch.cat([p.values[i] for p in parts], dim=1) for i in layers),
             parts[0].start,
         )
+
+
+def rows_of(states: Tensor) -> Tensor:
+    """Keys or values of one layer, (H, T, D), as a row a token: (T, H * D)."""
+    return states.transpose(0, 1).flatten(1)

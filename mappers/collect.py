@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mappers.attention import watched
-from mappers.cache import KVCache, KVGeometry
+from mappers.cache import KVCache, KVGeometry, rows_of
 from mappers.checkpoint import Checkpoint, Saved
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch
 from mappers.exact import CopyFinder, Target
@@ -81,7 +81,7 @@ class States:
     def rows(self, wanted: Wanted) -> Tensor:
         """(T, width)."""
         kind, layer = wanted
-        return self.hidden[layer] if kind == "hidden" else _rows(self.cache.of(kind)[layer])
+        return self.hidden[layer] if kind == "hidden" else rows_of(self.cache.of(kind)[layer])
 
 
 class Group:
@@ -343,8 +343,3 @@ class _Collector:
 def is_held_out(document: int) -> bool:
     """Whether the document of this index is kept to choose by."""
     return document % HELD_OUT_EVERY == 1
-
-
-def _rows(states: Tensor) -> Tensor:
-    """(H, T, D) as (T, H * D)."""
-    return states.transpose(0, 1).flatten(1)

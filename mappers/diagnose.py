@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mappers.cache import KVCache
 from mappers.manifest import KINDS, ArmScore, Kind
 from mappers.mapper import Mapper
-from mappers.models import log_probs, run
-from mappers.protocol import Document, Protocol, choose_documents
+from mappers.models import log_probs, predicted, run
+from mappers.protocol import Document, Protocol, choose_documents, spans
 from mappers.scores import Score, compare, summarise
 
 GROUPS = 5  # of layers
-DISTANCES = (0, 64, 256, 512, 1024)  # tokens before the native tail, at which spans begin
 
 Progress = Callable[[int, int], None]  # documents done, documents to do
 
@@ -73,7 +71,7 @@ def diagnose(
     protocol: Protocol | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """A row a part, and one for all of it, over the first documents that are long enough.
+    """A row a part, and one for all of it, division after division, over the first documents that are long enough.
 
     Raises `MapperError` if there are none."""
     protocol = protocol or Protocol()
@@ -85,7 +83,8 @@ def diagnose(
             found.setdefault((part.by, part.name), []).append(score)
         if progress:
             progress(done, len(chosen))
-    return [Row(*name, summarise(scores, ["mapped"])[0]) for name, scores in found.items()]
+    everything = parts(mapper, protocol.head, max(protocol.lengths) - protocol.tail)  # a short prefix lacks far spans
+    return [Row(part.by, part.name, summarise(found[part.by, part.name], ["mapped"])[0]) for part in everything]
 
 
 def parts(mapper: Mapper, begin: int, end: int) -> Iterator[Part]:
@@ -97,8 +96,8 @@ def parts(mapper: Mapper, begin: int, end: int) -> Iterator[Part]:
         yield Part("what", kind, (kind,), layers, heads, begin, end)
     for group in layer_groups(geometry.num_layers):
         yield Part("layers", f"{group.start}-{group.stop - 1}", KINDS, group, heads, begin, end)
-    for near, far in spans(end - begin):
-        yield Part("distance", f"{near}-{far}", KINDS, layers, heads, end - far, end - near)
+    for name, (near, far) in spans(end - begin).items():
+        yield Part("distance", name, KINDS, layers, heads, end - far, end - near)
     for head in heads if len(heads) > 1 else ():
         yield Part("head", str(head), KINDS, layers, range(head, head + 1), begin, end)
 
@@ -108,12 +107,6 @@ def layer_groups(num_layers: int) -> list[range]:
     groups = min(GROUPS, num_layers)
     bounds = [num_layers * i // groups for i in range(groups + 1)]
     return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def spans(num_tokens: int) -> list[tuple[int, int]]:
-    """Pairs of distances (near, far) that divide `num_tokens` tokens, nearest first."""
-    bounds = [*(distance for distance in DISTANCES if distance < num_tokens), num_tokens]
-    return list(zip(bounds, bounds[1:], strict=False))
 
 
 def _scores(
@@ -129,9 +122,5 @@ def _scores(
         reference = log_probs(target, hidden[length - 1 : length - 1 + protocol.scored])
         past = native.slice(0, cut)
         for part in parts(mapper, protocol.head, cut):
-            predicted = _read_on(target, ids, part.replaced(past, mapped), protocol.scored)
-            yield part, compare("mapped", document.index, length, reference, predicted, truth)
-
-
-def _read_on(target: Any, ids: Sequence[int], past: KVCache, scored: int) -> Tensor:
-    return log_probs(target, run(target, ids, past)[1][-scored:])
+            predictions = predicted(target, ids, part.replaced(past, mapped), protocol.scored)
+            yield part, compare("mapped", document.index, length, reference, predictions, truth)

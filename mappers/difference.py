@@ -34,7 +34,7 @@ def _described(mapper: Mapper) -> dict[str, str]:
         "options": ", ".join(f"{name} {value}" for name, value in sorted(manifest.options.items())) or "none",
         "precision": manifest.precision,
         "calibration": f"{calibration.name}, {calibration.num_tokens} tokens, {calibration.digest[:12]}",
-        "bytes": str(sum(tensor.numel() * tensor.element_size() for tensor in mapper.weights.values())),
+        "bytes": str(mapper.weight_bytes),
         "evaluation": _judged(manifest.evaluation),
     }
 

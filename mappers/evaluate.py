@@ -16,7 +16,7 @@ from mappers.kept import Kept
 from mappers.manifest import Evaluation, LengthScores
 from mappers.mapper import Mapper
 from mappers.protocol import Document, Protocol, choose_documents, others, tokens_read
-from mappers.scores import Score, Verdict, attention_of, greedy_of, summarise
+from mappers.scores import Score, Verdict, attention_of, distances_of, greedy_of, summarise
 
 Progress = Callable[[int, int], None]  # tokens read so far, tokens to read in all; estimated
 
@@ -72,6 +72,7 @@ class Judgement:
             arms=summarise(scores, self.arms),
             lengths=tuple(_at_length(length, self.chosen, scores, self.arms) for length in protocol.lengths),
             attention=attention_of(self.verdicts),
+            by_distance=distances_of(self.verdicts),
             greedy=greedy_of(self.verdicts, protocol.greedy),
         )
 
@@ -91,7 +92,7 @@ def judge_all(
 ) -> list[Judgement]:
     """Run the protocol over the first documents that are long enough, for mappers of the same two models at once.
 
-    With a file to `keep` verdicts in, a second call goes on where a killed one was; the file is gone at the end.
+    With a file to `keep` verdicts in, a second call goes on where a killed one was; it is the caller's to remove.
     Raises `MapperError` if there is nothing to judge, or no document to judge it on.
     """
     protocol = protocol or Protocol()
@@ -99,6 +100,7 @@ def judge_all(
     protocol.check_context(source_model, target_model)
     chosen = choose_documents(documents, protocol)
     key = {"bundles": [mapper.bundle_id for mapper in mappers], "protocol": vars(protocol), "arms": list(arms)}
+    key["dtypes"] = [str(model.dtype) for model in (source_model, target_model)]
     kept = Kept(keep, key)
     examiner = Examiner(mappers, source_model, target_model, protocol, arms)
     pairs = list(zip(chosen, others(chosen), strict=True))
@@ -112,7 +114,6 @@ def judge_all(
         [verdict for verdicts in each for verdict in verdicts]
         for each in zip(*(kept.of(*pair) for pair in pairs), strict=True)
     ]
-    kept.drop()
     return [Judgement(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
 
 

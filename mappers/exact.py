@@ -35,8 +35,8 @@ class CopyFinder:
     def update(self, source: KVCache, target: KVCache) -> None:
         for (kind, layer), source_layer in self.copies.items():
             theirs, ours = target.of(kind)[layer], source.of(kind)[source_layer]
-            self.lost[kind, layer] += float((theirs - ours).square().sum())
-            self.power[kind, layer] += float(theirs.square().sum())
+            self.lost[kind, layer] += float((theirs - ours).float().square().sum())
+            self.power[kind, layer] += float(theirs.float().square().sum())
 
     def confirm(self) -> None:
         """Raise `MapperError` if a layer that looked equal at first turned out not to be."""

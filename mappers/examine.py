@@ -14,9 +14,9 @@ from mappers.cache import KVCache
 from mappers.cosines import compared
 from mappers.greedy import agreement, continued
 from mappers.mapper import Mapper
-from mappers.models import log_probs, run
-from mappers.protocol import Document, Protocol
-from mappers.scores import Score, Verdict, compare
+from mappers.models import log_probs, predicted, run
+from mappers.protocol import Document, Protocol, spans
+from mappers.scores import Score, Verdict, Watched, compare
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Examiner:
             return tuple(compare(arm, index, length, reference, found, truth) for arm, found in predictions)
 
         # 1. What no mapper takes part in is predicted once; on the way, the native attention is watched.
-        cosines: list[Tensor | None] = [None] * len(caches)
+        attention: list[Watched | None] = [None] * len(caches)
         shared: tuple[Score, ...] = ()
         if place.is_control and "native" in self._arms:
-            predicted, cosines = self._native(place, caches)
-            shared += scores([("native", predicted)])
+            predictions, attention = self._native(place, caches)
+            shared += scores([("native", predictions)])
         shared += scores(self._over_caches(place, caches[0], shared=True))
         shared += scores(self._without_cache(place, caches[0].native, source_hidden))
         # 2. The rest by mapper.
@@ -106,16 +106,23 @@ class Examiner:
         greedy: list[float | None] = [None] * len(caches)
         if place.is_control and self._protocol.greedy:
             greedy = self._greedy(place, caches)
-        rows = zip(own, cosines, greedy, strict=True)
+        rows = zip(own, attention, greedy, strict=True)
         return [Verdict(shared + mine, watched, generated) for mine, watched, generated in rows]
 
-    def _native(self, place: _Place, caches: list[Caches]) -> tuple[Tensor, list[Tensor | None]]:
+    def _native(self, place: _Place, caches: list[Caches]) -> tuple[Tensor, list[Watched | None]]:
         """What is predicted over the native cache, and by mapper how the attention would differ over the served one."""
-        stand_ins = [each.mapped.slice(self._protocol.head, place.cut(native_tail=True)) for each in caches]
-        cut = place.cut(native_tail=False)
+        head, tail, cut = self._protocol.head, place.cut(native_tail=True), place.cut(native_tail=False)
+        distances = {name: (tail - far, tail - near) for name, (near, far) in spans(tail - head).items()}
+        stand_ins = [each.mapped.slice(*span) for each in caches for span in ((head, tail), *distances.values())]
         with compared(self._target, stand_ins) as found:
-            predicted = self._read_on(place, caches[0].native.slice(0, cut), cut)
-        return predicted, [cosines.mean for cosines in found]
+            predictions = self._read_on(place, caches[0].native.slice(0, cut), cut)
+        means = [cosines.mean for cosines in found]  # (layers, heads) each
+        watched: list[Watched | None] = []
+        for at in range(0, len(means), 1 + len(distances)):
+            whole, *parts = means[at : at + 1 + len(distances)]
+            by_distance = {name: float(part.mean()) for name, part in zip(distances, parts, strict=True)}
+            watched.append(Watched(whole, by_distance))
+        return predictions, watched
 
     def _over_caches(self, place: _Place, caches: Caches, shared: bool) -> Iterator[tuple[str, Tensor]]:
         """Log-probabilities (scored, vocabulary) of the arms that read on over a cache that isn't the target's."""
@@ -151,8 +158,7 @@ class Examiner:
     def _read_on(self, place: _Place, past: KVCache | None, cut: int) -> Tensor:
         """What the target predicts when it reads from position `cut` on, over `past`."""
         ids = place.document.ids[cut : place.length + self._protocol.scored - 1]
-        _, hidden = run(self._target, ids, past, start=cut)
-        return log_probs(self._target, hidden[-self._protocol.scored :])
+        return predicted(self._target, ids, past, self._protocol.scored, start=cut)
 
     def _read(self, document: Document) -> _SourceRead:
         """By the source; the last two are kept, since a document is the wrong one of the next."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from mappers.errors import FingerprintMismatch, UnsupportedModel
 
 RECIPE_FILE = "kvrelay.json"
+VOCABULARIES = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))  # where there is no tokenizer.json
 CONFIG_FIELDS = (
     "model_type",
     "hidden_size",
@@ -117,19 +118,19 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def tokenizer_digest(folder: str | Path) -> str | None:
     """SHA-256 over the tokenizer's vocabulary and rules and the chat template; None if the folder has no tokenizer."""
     folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.exists():
+    vocabularies = _vocabularies(folder)
+    if not vocabularies:
         return None
-    rules = {k: v for k, v in _json(path).items() if k not in ("padding", "truncation")}
-    return _sha256(_canonical(rules), _chat_template(folder).encode())
+    return _sha256(next(iter(vocabularies.values())), _chat_template(folder).encode())
 
 
-def vocabulary_digest(folder: str | Path) -> str | None:
-    """SHA-256 over what decides how text becomes token ids: `tokenizer_digest` without the chat template."""
-    path = Path(folder) / "tokenizer.json"
-    if not path.exists():
-        return None
-    return _sha256(_canonical({k: v for k, v in _json(path).items() if k not in ("padding", "truncation")}))
+def same_vocabulary(one: str | Path, other: str | Path) -> bool:
+    """Whether the tokenizers of two folders make the same token ids of a text, as far as their files tell.
+
+    They are compared in the first form that both have. Where there is none, nothing speaks against it.
+    """
+    ours, theirs = _vocabularies(Path(one)), _vocabularies(Path(other))
+    return next((ours[form] == theirs[form] for form in ours if form in theirs), True)
 
 
 def default_cache_folder() -> Path:
@@ -234,6 +235,19 @@ def _remember(entry: Path, record: dict[str, Any]) -> None:
         os.replace(file.name, entry)
     except OSError:
         pass  # a read-only home only costs the time of hashing again
+
+
+def _vocabularies(folder: Path) -> dict[str, bytes]:
+    """What decides how text becomes token ids, by the file that it stands in, the form that tells most first."""
+    found = {}
+    path = folder / "tokenizer.json"
+    if path.exists():
+        found[path.name] = _canonical({k: v for k, v in _json(path).items() if k not in ("padding", "truncation")})
+    for names in VOCABULARIES:
+        if (folder / names[0]).exists():
+            files = [folder / name for name in (*names, "added_tokens.json") if (folder / name).exists()]
+            found[names[0]] = _canonical([[file.name, _file_digest(file)] for file in files])
+    return found
 
 
 def _chat_template(folder: Path) -> str:

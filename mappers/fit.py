@@ -19,11 +19,11 @@ from mappers.choose import AUTO, Choice, Chooser, check_way
 from mappers.collect import Collected, Progress, Reading, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
 from mappers.exact import Target
-from mappers.fingerprint import fingerprint, tokenizer_digest, vocabulary_digest
+from mappers.fingerprint import fingerprint, same_vocabulary, tokenizer_digest
 from mappers.halves import mixed
 from mappers.hidden import projections
 from mappers.judge import Judge
-from mappers.manifest import COPY, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
+from mappers.manifest import COPY, MEASURED, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
 from mappers.mapper import Mapper, probe_name
 from mappers.models import config_dict, geometry_of, load_model, local_folder
 from mappers.rope import Rope
@@ -56,6 +56,7 @@ def fit(
     gate: Gate | None = None,
     licence: str = LICENCE,
     device: str = "cpu",
+    dtype: str = "float32",
     checkpoint: str | Path | None = None,
     checkpoint_s: float = EVERY_S,
     keep: bool = False,
@@ -70,7 +71,8 @@ def fit(
     from both if `joint`, chosen the way `choose` (see `mappers.choose`); layers that the two models share are found and
     passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
     much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
-    is held out to choose by.
+    is held out to choose by. Both models are loaded in `dtype` (see `load_model`); statistics are float32 products and
+    float64 sums whatever it is.
     `checkpoint` is a file of statistics, or of what they are made from, that is written every `checkpoint_s` seconds,
     and at the end if it is for keeps (`keep`). A fit that finds one of the same models, documents and features goes on
     from there, by another method or to more tokens as well; it is the caller's to remove. Raises `MapperError`s: see
@@ -82,20 +84,20 @@ def fit(
     reading = Reading(joint, copies, head, chosen_method.predicts_hidden, weighting, effective_share)
     # 2. The two models, which must read the same tokens.
     folders = local_folder(source), local_folder(target)
-    vocabularies = {vocabulary_digest(folder) for folder in folders} - {None}
-    if len(vocabularies) > 1:
+    if not same_vocabulary(*folders):
         raise TokenizerMismatch(f"{source} and {target} have different tokenizers; a map needs the same token ids")
-    models = load_model(folders[0], device), load_model(folders[1], device)
+    models = load_model(folders[0], device, dtype), load_model(folders[1], device, dtype)
     cards = _card(str(source), folders[0], models[0]), _card(str(target), folders[1], models[1])
     _check_tokens(chosen_method, cards, layers, reading, tokens)
     ropes = Rope.of(models[0]), Rope.of(models[1])
     projected_by = projections(models[1]) if reading.hidden else None
+    loaded = {} if dtype == "float32" else {"dtype": dtype}  # bundles and checkpoints from before say nothing of it
     # 3. Statistics of the documents.
     began = time.perf_counter()
     file = None
     if checkpoint:
         pair = {"source": cards[0].fingerprint, "target": cards[1].fingerprint}
-        file = Checkpoint(checkpoint, {**pair, **asdict(reading)}, checkpoint_s, keep)
+        file = Checkpoint(checkpoint, {**pair, **asdict(reading), **loaded}, checkpoint_s, keep)
     collected = collect(models, ropes, documents, reading, max_tokens=tokens, progress=progress, checkpoint=file)
     # 4. A choice of source layers and weights for every target layer.
     judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
@@ -115,6 +117,7 @@ def fit(
             "choose": choose,
             "weighting": weighting,
             **({"effective_share": effective_share} if weighting != "uniform" else {}),
+            **loaded,
             **options,
         },
         layers=tuple(
@@ -134,7 +137,7 @@ def fit(
         licence=licence,
     )
     weights |= {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    if precision == "mixed":
+    if precision in MEASURED:
         weights = mixed(manifest, weights, models, collected.sample)
     return seal(manifest, weights, device)
 

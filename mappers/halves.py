@@ -1,4 +1,4 @@
-"""Precision `mixed`: which outputs of a map stand half precision, measured on held-out documents.
+"""Precisions `mixed` (float16) and `bfloat16`: which outputs of a map stand halves, measured on held-out documents.
 
 A half halves what a bundle weighs, and on a GPU the time of a map; sums are taken in float32 throughout. What an output
 loses by it is held against what the map misses anyway.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mappers.exact import Target
-from mappers.manifest import KINDS, Manifest
+from mappers.manifest import KINDS, MEASURED, Manifest
 from mappers.mapper import Mapper
 from mappers.models import read
 from mappers.plan import weight_name
@@ -32,7 +32,8 @@ def mixed(
     """
     head = manifest.calibration.head
     outputs: list[Target] = [(kind, i) for i in range(len(manifest.layers)) for kind in KINDS]
-    halved = {name: tensor.half() if _is_matrix(name) else tensor for name, tensor in weights.items()}
+    half = MEASURED[manifest.precision]
+    halved = {name: tensor.to(half) if _is_matrix(name) else tensor for name, tensor in weights.items()}
     device = str(models[0].device)
     whole, halves = Mapper(manifest, weights, device), Mapper(manifest, halved, device, halves=True)
     added: dict[Target, float] = defaultdict(float)

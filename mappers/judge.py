@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mappers.attention import Attending, paid_out, scores_of, watched
-from mappers.cache import KVCache
+from mappers.cache import KVCache, rows_of
 from mappers.errors import CalibrationTooSmall
 from mappers.exact import Target
 from mappers.manifest import Block
@@ -71,7 +71,7 @@ class Judge:
     def _mapped(self, sample: _Sample, blocks: Sequence[Block], target: Target, solution: Solution) -> Tensor:
         """(H, T, D): keys with RoPE, or values."""
         states = [sample.source.of(kind)[layer] for kind, layer in blocks]
-        features = torch.cat([state.transpose(0, 1).flatten(1) for state in states], dim=1)
+        features = torch.cat([rows_of(state) for state in states], dim=1)
         rows = (features.double() @ solution.weight + solution.bias).float()
         heads, num_tokens, dim = sample.layers[target[1]].keys.shape
         mapped = rows.view(num_tokens, heads, dim).transpose(0, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mappers.protocol import Document
-from mappers.scores import Score, Verdict
+from mappers.scores import Score, Verdict, Watched
 
 Judged = list[list[Verdict]]  # by mapper, by prefix length
 
@@ -43,11 +43,6 @@ class Kept:
             with self._path.open("a") as file:
                 file.write(_line(_digest(document, other), judged))
 
-    def drop(self) -> None:
-        """Delete the file: the evaluation is done."""
-        if self._path:
-            self._path.unlink(missing_ok=True)
-
     def _write_all(self) -> None:
         if self._path:
             lines = [_line(document, judged) for document, judged in self._known.items()]
@@ -56,7 +51,7 @@ class Kept:
 
 def _lines(path: Path | None) -> list[Any]:
     lines = []
-    for line in path.read_text().splitlines() if path and path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path and path.exists() else ():
         try:
             lines.append(json.loads(line))
         except ValueError:
@@ -75,9 +70,10 @@ def _line(digest: str, judged: Judged) -> str:
 
 
 def _told(verdict: Verdict) -> dict[str, Any]:
+    watched = verdict.attention
     return {
         "scores": [{**vars(score), "kl": score.kl.tolist()} for score in verdict.scores],
-        "cosines": None if verdict.cosines is None else verdict.cosines.tolist(),
+        "attention": watched and {**vars(watched), "cosines": watched.cosines.tolist()},
         "greedy": verdict.greedy,
     }
 
@@ -87,6 +83,7 @@ def _judged(rows: list[list[dict[str, Any]]]) -> Judged:
 
 
 def _verdict(told: dict[str, Any]) -> Verdict:
-    cosines = None if told["cosines"] is None else torch.tensor(told["cosines"])
+    watched = told["attention"]
     scores = tuple(Score(**{**score, "kl": torch.tensor(score["kl"])}) for score in told["scores"])
-    return Verdict(scores, cosines, told["greedy"])
+    attention = watched and Watched(torch.tensor(watched["cosines"]), watched["by_distance"])
+    return Verdict(scores, attention, told["greedy"])

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from mappers.cache import Kind as Kind
@@ -19,10 +20,11 @@ DEFAULT_MIN_DOCUMENTS = 50
 DEFAULT_LENGTHS = (384, 1024, 2048)
 DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 # What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
-NOT_IDENTITY = frozenset({"digest", "evaluation", "gate", "created", "tool_version"})
+NOT_IDENTITY = frozenset({"digest", "evaluation", "report_sha256", "gate", "created", "tool_version"})
 
 Block = tuple[Kind, int]  # a source layer's keys, or its values
-Precision = Literal["float16", "float32", "mixed"]  # of the matrices; mixed: float16 where it costs little
+Precision = Literal["float16", "float32", "mixed", "bfloat16"]  # of the matrices
+MEASURED = {"mixed": torch.float16, "bfloat16": torch.bfloat16}  # halves where they are found to cost little
 KINDS: tuple[Kind, Kind] = ("keys", "values")
 
 
@@ -128,6 +130,14 @@ class LayerCosine(Frozen):
     min: float
 
 
+class DistanceCosine(Frozen):
+    """The same, mean over layers too, where only tokens at this distance before the native tail are mapped (a span of
+    `mappers.protocol.SPANS`)."""
+
+    distance: str
+    mean: float
+
+
 class GreedyScore(Frozen):
     """Free-running generation over the served cache against that over the native one, most likely token first.
 
@@ -151,6 +161,7 @@ class Evaluation(Frozen):
     arms: tuple[ArmScore, ...]
     lengths: tuple[LengthScores, ...]
     attention: tuple[LayerCosine, ...] = ()
+    by_distance: tuple[DistanceCosine, ...] = Field(default=(), exclude_if=_is_unset)
     greedy: GreedyScore | None = None
 
     def arm(self, name: str) -> ArmScore | None:
@@ -200,6 +211,8 @@ class Gate(Frozen):
 
 
 class Manifest(Frozen):
+    """`report_sha256` is that of the page that the evaluation can be looked at in, if one stands in the bundle."""
+
     format_version: Literal[1] = FORMAT_VERSION
     source: ModelCard
     target: ModelCard
@@ -209,6 +222,7 @@ class Manifest(Frozen):
     precision: Precision
     calibration: Calibration
     evaluation: Evaluation | None = None
+    report_sha256: str = Field(default="", exclude_if=_is_unset)
     gate: Gate | None = None
     created: str
     tool_version: str

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mappers.cache import KVCache, KVSource
 from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, TokenizerMismatch
-from mappers.manifest import COPY, KINDS, Gate, Manifest
+from mappers.manifest import COPY, KINDS, MEASURED, Gate, Manifest
 from mappers.plan import Workspace, outputs_of
 from mappers.rope import TOLERANCE, Rope
 
@@ -23,8 +23,8 @@ TogetherSink = Callable[[int, Tensor], None]
 class Mapper:
     """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once.
 
-    Computes in float32; with `halves` what is stored as float16 is multiplied as such, though summed in float32. That
-    is the default on a GPU for a map of precision `mixed`, whose halves were found to bear it.
+    Computes in float32; with `halves` what is stored in half precision is multiplied as such, though summed in float32.
+    That is the default on a GPU for maps whose halves were found to bear it (`mappers.halves`).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Mapper:
         self.device = torch.device(device)
         self.source_rope, self.target_rope = ropes_of(manifest, weights)
         if halves is None:
-            halves = self.device.type == "cuda" and manifest.precision == "mixed"
+            halves = self.device.type == "cuda" and manifest.precision in MEASURED
         on_device = {name: tensor.to(self.device) for name, tensor in weights.items()}
         self._outputs = outputs_of(manifest, on_device, halves)
         self._local = threading.local()
@@ -47,9 +47,9 @@ class Mapper:
         return self.manifest.bundle_id
 
     @property
-    def copied_layers(self) -> tuple[int, ...]:
-        """Target layers whose keys and values are passed through from the source."""
-        return self.manifest.copied_layers
+    def weight_bytes(self) -> int:
+        """Of the map as stored."""
+        return sum(tensor.nbytes for tensor in self.weights.values())
 
     def check(self, source_fingerprint: str, target_fingerprint: str) -> None:
         """Raise `FingerprintMismatch` unless this map was fitted for exactly these two models."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from mappers.cache import KVCache
-from mappers.errors import PositionOutOfRange, UnsupportedModel
+from mappers.errors import MapperError, PositionOutOfRange, UnsupportedModel
 from mappers.rotary import constant_positions
 from mappers.support import context_of, geometry_of
 
 __all__ = [
+    "LOADED",
     "body",
+    "check_loaded",
     "config_dict",
     "context_of",
     "geometry_of",
@@ -27,38 +30,55 @@ __all__ = [
     "load_tokenizer",
     "local_folder",
     "log_probs",
+    "predicted",
     "read",
     "run",
 ]
 
 CHUNK_TOKENS = 512
+LOADED = ("float32", "bfloat16", "float16", "auto")
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]  # of a repository on the hub
 
 
 def local_folder(name: str | Path) -> Path:
     """The folder of a model: `name` itself, or the local copy of a model of the hub, fetched if need be."""
     if Path(name).is_dir():
         return Path(name)
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"no model at {str(name)!r}: {str(error).splitlines()[0]}") from error
+    with _told(f"no model at {str(name)!r}"):
+        return Path(snapshot_download(str(name), allow_patterns=FILES))
 
 
-def load_model(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model from a local folder or a hub name, ready to read; its weights take no gradient."""
-    try:
+def load_model(folder: str | Path, device: str = "cpu", dtype: str = "float32") -> Any:
+    """A causal language model from a local folder or a hub name, ready to read; its weights take no gradient.
+
+    `dtype` is one of `LOADED`: `auto` is what the weights are stored in.
+    """
+    check_loaded(dtype)
+    with _told(f"no model at {str(folder)!r}"):
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"no model at {str(folder)!r}: {str(error).splitlines()[0]}") from error
-    return model.eval().requires_grad_(False).to(device)
+        return model.eval().requires_grad_(False).to(device)
+
+
+def check_loaded(dtype: str) -> None:
+    """Raise `MapperError` for what no model can be loaded in."""
+    if dtype not in LOADED:
+        raise MapperError(f"dtype is {dtype!r}; allowed: {', '.join(LOADED)}")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of a local folder or a hub name."""
-    try:
+    with _told(f"no tokenizer at {str(folder)!r}"):
         return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"no tokenizer at {str(folder)!r}: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever the libraries raise on files that aren't what they expect (there is no common base), as ours."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise UnsupportedModel(f"{what}: {type(error).__name__}: {lines[0]}") from error
 
 
 def config_dict(model: Any) -> dict[str, Any]:
@@ -85,7 +105,7 @@ def run(
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
     at = past.start + past.num_tokens if past is not None else 0
-    cache = _dynamic(past)  # of no config: one of the model's would cut layers to their window
+    cache = _dynamic(past, model.dtype)  # of no config: one of the model's would cut layers to their window
     first = at if start is None else start
     _check_positions(model.config, first + len(ids))
     hidden: list[Tensor] = []
@@ -110,6 +130,14 @@ def log_probs(model: Any, hidden: Tensor) -> Tensor:
     return model.get_output_embeddings()(hidden).float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def predicted(
+    model: Any, token_ids: Sequence[int] | Tensor, past: KVCache | None, num: int, start: int | None = None
+) -> Tensor:
+    """Next-token log-probabilities behind the last `num` of these tokens, (num, vocabulary), read as by `run`."""
+    return log_probs(model, run(model, token_ids, past, start)[1][-num:])
+
+
 def _check_positions(config: Any, end: int) -> None:
     limit = constant_positions(config)
     if limit is not None and end > limit:
@@ -119,9 +147,9 @@ def _check_positions(config: Any, end: int) -> None:
         )
 
 
-def _dynamic(past: KVCache | None) -> DynamicCache:
+def _dynamic(past: KVCache | None, dtype: torch.dtype) -> DynamicCache:
     cache = DynamicCache()
     if past is not None:
         for layer, (keys, values) in enumerate(zip(past.keys, past.values, strict=True)):
-            cache.update(keys[None], values[None], layer)
+            cache.update(keys[None].to(dtype), values[None].to(dtype), layer)
     return cache

@@ -29,6 +29,7 @@ from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec
 from mappers.rope import Factors, Rope, inverse, rotate
 
 Form = Literal["whole", "by_head"]  # of the features
+HALVES = (torch.float16, torch.bfloat16)
 MADE_BYTES = 8 * 2**20  # for layers that are handed out together: one at least, and no more than a cache holds
 
 
@@ -110,7 +111,7 @@ class Chunk:
                 room.copy_(part)
 
     def columns(self, dtype: torch.dtype) -> Tensor:
-        """(T, C): stripped keys and values of the needed source layers side by side, as float32 or float16."""
+        """(T, C): stripped keys and values of the needed source layers side by side, in one precision."""
         if dtype not in self._columns:
             self._columns[dtype] = self._buffers["whole"].flatten(1).to(dtype)
         return self._columns[dtype]
@@ -238,7 +239,8 @@ def rank_of(manifest: Manifest) -> int:
 
 
 def add_product(addend: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """addend + left (n, p) @ right (p, q) into `out`. Factors are both float32 or both float16; sums are float32."""
+    """addend + left (n, p) @ right (p, q) into `out`. Factors are both float32 or both the same half; sums
+    are float32."""
     if right.dtype == torch.float32:
         torch.addmm(addend, left, right, out=out)
     elif right.is_cuda:
@@ -309,7 +311,7 @@ class _OutputMaker:
         if found is None or tuple(found.shape) != shape:
             held = None if found is None else tuple(found.shape)
             raise BundleCorrupt(f"tensor {name!r}: the manifest asks for {shape}, the weights hold {held}")
-        kept = self._halves and found.dtype == torch.float16
+        kept = self._halves and found.dtype in HALVES
         return (found if kept else found.float()).contiguous()
 
 

@@ -18,6 +18,8 @@ from mappers.manifest import DEFAULT_HEAD, DEFAULT_LENGTHS, DEFAULT_SCORED, DEFA
 from mappers.support import context_of
 
 NUM_DOCUMENTS, NUM_CONTROLS = 50, 10
+# Distances before the native tail, the same whatever the prefix: a span stands for equal places at all lengths.
+SPANS = {"0-64": (0, 64), "64-256": (64, 256), "256-512": (256, 512), "512-1024": (512, 1024), "1024+": (1024, None)}
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,9 @@ def tokens_read(document: Document, protocol: Protocol, num_mappers: int = 1) ->
     """About how many tokens two models read to judge this document; tells how much of the work is done."""
     served, controls = 2 * protocol.scored + protocol.tail, 5 * (protocol.scored + protocol.tail) + 2 * protocol.greedy
     return 2 * len(document.ids) + num_mappers * (len(document.lengths) * served + len(document.controls) * controls)
+
+
+def spans(num_tokens: int) -> dict[str, tuple[int, int]]:
+    """Those of `SPANS` that some of `num_tokens` tokens lie in, as far as they go, nearest first."""
+    there = {name: span for name, span in SPANS.items() if span[0] < num_tokens}
+    return {name: (near, min(far or num_tokens, num_tokens)) for name, (near, far) in there.items()}

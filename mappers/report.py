@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from mappers import plot
 from mappers.diagnose import Row
 from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
+from mappers.protocol import SPANS
 from mappers.speed import Speed
 
 HYBRID = "ppl ratio, hybrid"
@@ -25,21 +25,12 @@ svg { width: 100%; max-width: 46rem; font: 11px system-ui, sans-serif } .note { 
 
 @dataclass(frozen=True)
 class Judged:
-    """One bundle with all that was measured of it."""
+    """One bundle with all that was measured of it. `name` is what it was asked for by, so that no two are alike."""
 
-    path: str
+    name: str
     mapper: Mapper
     evaluation: Evaluation
     speed: Speed | None = None
-
-    @property
-    def name(self) -> str:
-        return Path(self.path).name
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the map as stored."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.mapper.weights.values())
 
     @property
     def cosine(self) -> float | None:
@@ -51,7 +42,7 @@ class Judged:
     def told(self) -> dict[str, Any]:
         """As JSON: the bundle, its evaluation's fields, and its size and speed."""
         told = {"bundle": self.mapper.bundle_id, **self.evaluation.model_dump(mode="json")}
-        told |= {"method": self.mapper.manifest.method, "weight_bytes": self.weight_bytes}
+        told |= {"method": self.mapper.manifest.method, "weight_bytes": self.mapper.weight_bytes}
         return told | ({"speed": self.speed.told} if self.speed else {})
 
 
@@ -64,7 +55,7 @@ def page(judged: Sequence[Judged], diagnosis: Sequence[Row] = ()) -> str:
     """The whole report; `diagnosis` is that of the first bundle."""
     sections = [_heading(judged[0]), _compared(judged)] if len(judged) > 1 else [_heading(judged[0])]
     sections += [_arms(each) for each in judged]
-    sections += [_by_length(judged), _by_layer(judged), _by_distance(diagnosis), _by_time(judged)]
+    sections += [_by_length(judged), _by_layer(judged), _by_distance(judged, diagnosis), _by_time(judged)]
     sections.append(_diagnosed(diagnosis))
     body = "\n".join(section for section in sections if section)
     return (
@@ -93,7 +84,7 @@ def _cells(each: Judged) -> list[str]:
     quality = [f"{score.ppl_ratio:.4f}", f"{score.top1:.3f}", f"{score.kl_p95:.3f}"] if score else ["", "", ""]
     cosine = "" if each.cosine is None else f"{each.cosine:.4f}"
     speed = [f"{each.speed.ms_per_1024:.1f}", f"{each.speed.share_of_peak:.0%}"] if each.speed else ["", ""]
-    return [each.name, each.mapper.manifest.method, *quality, cosine, f"{each.weight_bytes / 1e6:.2f}", *speed]
+    return [each.name, each.mapper.manifest.method, *quality, cosine, f"{each.mapper.weight_bytes / 1e6:.2f}", *speed]
 
 
 def _arms(each: Judged) -> str:
@@ -127,10 +118,17 @@ def _by_layer(judged: Sequence[Judged]) -> str:
     return _plotted("Attention by layer", series, "target layer", "cosine of outputs")
 
 
-def _by_distance(diagnosis: Sequence[Row]) -> str:
+def _by_distance(judged: Sequence[Judged], diagnosis: Sequence[Row]) -> str:
+    """What the attention makes of it; where it was diagnosed, what it costs as well."""
+    cosines = {
+        each.name: [(SPANS[row.distance][0], row.mean) for row in each.evaluation.by_distance] for each in judged
+    }
     rows = [row for row in diagnosis if row.by == "distance"]
-    series = {"mapped alone": [(float(row.part.split("-")[0]), row.score.ppl_ratio) for row in rows]}
-    return _plotted("By distance", series, "tokens before the native tail", "ppl ratio")
+    costs = {"mapped alone": [(SPANS[row.part][0], row.score.ppl_ratio) for row in rows]}
+    where = "tokens before the native tail"
+    return _plotted("Attention by distance", cosines, where, "cosine of outputs") + _plotted(
+        "By distance", costs, where, "ppl ratio"
+    )
 
 
 def _by_time(judged: Sequence[Judged]) -> str:

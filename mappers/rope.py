@@ -105,14 +105,6 @@ class Rope:
         keys = tuple(self.strip(key, cache.positions, layer) for layer, key in enumerate(cache.keys))
         return KVCache(keys, cache.values, cache.start)
 
-    def moved(self, cache: KVCache, start: int) -> KVCache:
-        """The cache as if its tokens stood from position `start` on: what a prefill there gives, if the model sees
-        distances only."""
-        plain = self.stripped(cache)
-        moved = KVCache(plain.keys, plain.values, start)
-        keys = tuple(self.apply(key, moved.positions, layer) for layer, key in enumerate(plain.keys))
-        return KVCache(keys, cache.values, start)
-
     def span(self, start: int, num_tokens: int, device: torch.device) -> list[Factors]:
         """cos and sin, (num_tokens, R) each, of the positions from `start` on, for each of `tables`' indices."""
         rows = slice(start, start + num_tokens)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.manifest import ArmScore, GreedyScore, LayerCosine
+from mappers.manifest import ArmScore, DistanceCosine, GreedyScore, LayerCosine
+from mappers.protocol import SPANS
 
 RESAMPLES = 2000
 SEED = 0
@@ -29,15 +30,25 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """Cosines between the attention's outputs over the native cache and over the served one, (layers, heads).
+
+    `by_distance`: the mean where only one span of tokens is mapped, by its name.
+    """
+
+    cosines: Tensor
+    by_distance: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """All that one mapper's caches score on one document at one prefix length.
 
-    Where they were measured: `cosines` of the attention's outputs, (layers, heads), and `greedy`, the agreement of what
-    is generated freely.
+    Where they were measured: `attention`, and `greedy`, the agreement of what is generated freely.
     """
 
     scores: tuple[Score, ...]
-    cosines: Tensor | None = None
+    attention: Watched | None = None
     greedy: float | None = None
 
 
@@ -92,7 +103,7 @@ def paired(arm: str, ours: Iterable[Score], theirs: Iterable[Score]) -> Paired:
 
 def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
     """A row a layer; none if no attention was watched."""
-    found = [verdict.cosines for verdict in verdicts if verdict.cosines is not None]
+    found = [verdict.attention.cosines for verdict in verdicts if verdict.attention]
     if not found:
         return ()
     heads = torch.stack(found).mean(0)  # (layers, heads)
@@ -100,6 +111,16 @@ def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
         LayerCosine(layer=layer, mean=round(float(row.mean()), 6), min=round(float(row.min()), 6))
         for layer, row in enumerate(heads)
     )
+
+
+def distances_of(verdicts: Iterable[Verdict]) -> tuple[DistanceCosine, ...]:
+    """A row a span, nearest first; a mean over those prefixes that reach so far."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for verdict in verdicts:
+        for name, cosine in verdict.attention.by_distance.items() if verdict.attention else ():
+            found[name].append(cosine)
+    means = {name: sum(found[name]) / len(found[name]) for name in SPANS if found[name]}
+    return tuple(DistanceCosine(distance=name, mean=round(mean, 6)) for name, mean in means.items())
 
 
 def greedy_of(verdicts: Iterable[Verdict], tokens: int) -> GreedyScore | None:

@@ -17,7 +17,7 @@ from mappers.plan import weight_name
 
 
 def stored(layer: int, kind: Kind, solution: Solution, precision: Precision) -> dict[str, Tensor]:
-    """The tensors of one output by name; `mixed` ones are whole as yet.
+    """The tensors of one output by name; whole as yet where it is to be measured what halves cost.
 
     Raises `MapperError` for a weight that the precision can't hold.
     """

@@ -22,6 +22,9 @@ def evaluation_table(evaluation: Evaluation) -> str:
         worst = min(evaluation.attention, key=lambda layer: layer.mean)
         mean = sum(layer.mean for layer in evaluation.attention) / len(evaluation.attention)
         lines.append(f"attention output, cosine: mean {mean:.4f}; lowest in layer {worst.layer}: {worst.mean:.4f}")
+    if evaluation.by_distance:
+        told = ", ".join(f"{row.distance} {row.mean:.4f}" for row in evaluation.by_distance)
+        lines.append(f"the same by distance before the native tail: {told}")
     if evaluation.greedy:
         found = evaluation.greedy
         lines.append(
@@ -74,7 +77,7 @@ def _compared(each: Judged, width: int) -> str:
         cells.append(f"{'-':>8}  {'-':<15}{'-':>6}{'-':>8}")
     cells.append(f"{mapped.ppl_ratio:>8.4f}" if mapped else f"{'-':>8}")
     cells.append(f"{each.cosine:>8.4f}" if each.cosine is not None else f"{'-':>8}")
-    cells.append(f"{each.weight_bytes / 1e6:>8.2f}")
+    cells.append(f"{each.mapper.weight_bytes / 1e6:>8.2f}")
     if each.speed:
         cells.append(f"{each.speed.ms_per_1024:>9.1f}{each.speed.share_of_peak:>9.0%}")
     return "".join(cells)

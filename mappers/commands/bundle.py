@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mappers.bundle import MANIFEST, check_replaceable, load, load_manifest, save
+from mappers.bundle import MANIFEST, check_replaceable, load, load_manifest, save, verify
 from mappers.commands.output import check_writable, write
 from mappers.compose import compose
 from mappers.difference import difference
@@ -75,7 +75,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _verify(options: argparse.Namespace) -> str:
-    mapper = load(_folder(options.bundle))
+    mapper = verify(_folder(options.bundle))
     return f"bundle {mapper.bundle_id} is whole; " + (mapper.refusal() or "it passes its gate")
 
 

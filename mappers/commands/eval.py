@@ -9,23 +9,24 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mappers import report
 from mappers.arms import ARMS, ESSENTIAL, check_arms
 from mappers.bundle import MANIFEST, load, update
-from mappers.commands.output import check_writable, write
+from mappers.commands.output import check_writable, check_writable_folder, write
 from mappers.commands.pair import Meter, Pair, add_pair_options, check_device, pair_of_family, pair_of_options, say
+from mappers.commands.running import resumable, run
 from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate_all
 from mappers.families import find_family
-from mappers.fingerprint import fingerprint, tokenizer_digest
-from mappers.manifest import Evaluation
+from mappers.fingerprint import default_cache_folder, fingerprint, tokenizer_digest
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
 from mappers.protocol import Protocol
@@ -38,21 +39,21 @@ DIAGNOSED = 4  # documents, unless told otherwise
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        _check(options)
-        pair, folders = _resolve(options)
-        mappers = [load(folder, options.device) for folder in folders]
-        models = _models(pair, mappers, options.device)
-        rows = _diagnosed(mappers[0], models, pair, options) if options.diagnose else []
-        if not options.diagnose or options.html:
-            _evaluate(mappers, folders, models, pair, options, rows)
-        elif options.json:
-            told = {"bundle": mappers[0].bundle_id, "data": f"{pair.corpus}, split tune", "rows": report.told(rows)}
-            write(options.json, json.dumps(told, indent=1) + "\n")
-    except MapperError as error:
-        print(f"kvrelay eval: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run("eval", lambda: _eval(options))
+
+
+def _eval(options: argparse.Namespace) -> None:
+    _check(options)
+    pair, folders = _resolve(options)
+    mappers = [load(folder, options.device) for folder in folders]
+    for folder in folders if options.write else ():
+        check_writable_folder(folder)
+    models = _models(pair, mappers, options.device, options.dtype)
+    rows = _diagnosed(mappers[0], models, pair, options) if options.diagnose else []
+    if not options.diagnose or options.html:
+        _evaluate(mappers, folders, models, pair, options, rows)
+    elif options.json:
+        write(options.json, _as_json({"bundle": mappers[0].bundle_id, **_diagnosis(rows, pair)}))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--table", action="store_true", help="a line a bundle, with its size and the map's time")
     parser.add_argument("--diagnose", action="store_true", help="where the error lies, on the tune split")
-    parser.add_argument("--write", action="store_true", help="store the result in the bundle, where its gate reads it")
+    parser.add_argument("--write", action="store_true", help="store figures and report in the bundle, for its gate")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report to look at to FILE")
     return parser
@@ -117,12 +118,12 @@ def _resolve(options: argparse.Namespace) -> tuple[Pair, list[str]]:
     return pair_of_options(options), folders
 
 
-def _models(pair: Pair, mappers: Sequence[Mapper], device: str) -> tuple[Any, Any]:
+def _models(pair: Pair, mappers: Sequence[Mapper], device: str, dtype: str) -> tuple[Any, Any]:
     folders = local_folder(pair.source), local_folder(pair.target)
     for mapper in mappers:
         mapper.check(fingerprint(folders[0]), fingerprint(folders[1]))
         mapper.check_tokenizers(tokenizer_digest(folders[0]), tokenizer_digest(folders[1]))
-    return load_model(folders[0], device), load_model(folders[1], device)
+    return load_model(folders[0], device, dtype), load_model(folders[1], device, dtype)
 
 
 def _protocol(options: argparse.Namespace, documents: int) -> Protocol:
@@ -145,30 +146,60 @@ def _evaluate(
     options: argparse.Namespace,
     rows: list[Row],
 ) -> None:
-    evaluations = evaluate_all(
-        mappers,
-        *models,
-        pair.documents("test"),
-        _protocol(options, Protocol().num_documents),
-        arms=options.arms or (ARMS if len(mappers) == 1 else ESSENTIAL),
-        data=f"{pair.corpus}, split test",
-        progress=Meter("tokens"),
-        keep=options.json and options.json.with_name(f"{options.json.name}.partial"),
-    )
-    timed = options.table or options.html or options.json or len(mappers) > 1
-    judged = [
-        report.Judged(folder, mapper, evaluation, measure(mapper) if timed else None)
-        for folder, mapper, evaluation in zip(folders, mappers, evaluations, strict=True)
-    ]
-    print(comparison(judged) if options.table or len(judged) > 1 else evaluation_table(evaluations[0]))
-    if options.write:
-        for folder, evaluation in zip(folders, evaluations, strict=True):
-            _store(folder, evaluation)
+    """Every verdict is kept until all that was asked for is written."""
+    protocol = _protocol(options, Protocol().num_documents)
+    arms = options.arms or (ARMS if len(mappers) == 1 else ESSENTIAL)
+    keep = _keep(mappers, protocol, arms, options.dtype)
+    with resumable(keep):
+        evaluations = evaluate_all(
+            mappers,
+            *models,
+            pair.documents("test"),
+            protocol,
+            arms=arms,
+            data=f"{pair.corpus}, split test",
+            progress=Meter("tokens"),
+            keep=keep,
+        )
+        timed = options.table or options.html or options.json or options.write or len(mappers) > 1
+        judged = [
+            report.Judged(name, mapper, evaluation, measure(mapper) if timed else None)
+            for name, mapper, evaluation in zip(options.bundles, mappers, evaluations, strict=True)
+        ]
+        _tell(judged, folders, pair, options, rows)
+    if keep:
+        keep.unlink(missing_ok=True)
+
+
+def _tell(
+    judged: list[report.Judged], folders: list[str], pair: Pair, options: argparse.Namespace, rows: list[Row]
+) -> None:
+    """To the user first, then to the bundles."""
+    print(comparison(judged) if options.table or len(judged) > 1 else evaluation_table(judged[0].evaluation))
     if options.json:
-        told = [each.told for each in judged]
-        write(options.json, json.dumps(told[0] if len(told) == 1 else {"bundles": told}, indent=1) + "\n")
+        told = judged[0].told if len(judged) == 1 else {"bundles": [each.told for each in judged]}
+        write(options.json, _as_json(told | ({"diagnosis": _diagnosis(rows, pair)} if rows else {})))
     if options.html:
         write(options.html, report.page(judged, rows))
+    if options.write:
+        for folder, each in zip(folders, judged, strict=True):
+            _store(folder, each, rows)
+
+
+def _keep(mappers: Sequence[Mapper], protocol: Protocol, arms: Sequence[str], dtype: str) -> Path | None:
+    """The file that holds the verdicts of this very evaluation until it is done; None where none can be written."""
+    asked = [[mapper.bundle_id for mapper in mappers], vars(protocol), arms, dtype]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    file = default_cache_folder() / "evaluations" / f"{digest[:16]}.jsonl"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(file)
+    except (OSError, MapperError) as error:
+        say(f"if this is broken off it begins anew: {error}")
+        return None
+    if file.exists():
+        say(f"going on from {file}; remove it to begin anew")
+    return file
 
 
 def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: argparse.Namespace) -> list[Row]:
@@ -178,6 +209,16 @@ def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: arg
     return rows
 
 
-def _store(folder: str, evaluation: Evaluation) -> None:
-    update(folder, evaluation=evaluation)
+def _diagnosis(rows: list[Row], pair: Pair) -> dict[str, Any]:
+    return {"data": f"{pair.corpus}, split tune", "rows": report.told(rows)}
+
+
+def _as_json(told: dict[str, Any]) -> str:
+    return json.dumps(told, indent=1) + "\n"
+
+
+def _store(folder: str, judged: report.Judged, rows: list[Row]) -> None:
+    """Into the bundle, with a page of its own; the bundle is told by its folder's name, wherever that was."""
+    page = report.page([replace(judged, name=Path(folder).absolute().name)], rows)
+    update(folder, evaluation=judged.evaluation, report=page)
     say(f"stored in {folder}; " + (load(folder).refusal() or "it passes its gate"))

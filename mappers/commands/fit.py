@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             data=f"{pair.corpus}, split calibrate",
             gate=_gate(options),
             device=options.device,
+            dtype=options.dtype,
             checkpoint=checkpoint,
             checkpoint_s=60 * options.checkpoint_minutes,
             keep=options.statistics is not None,

@@ -14,7 +14,7 @@ import torch
 from mappers.data import Conversation, Split, documents, read_conversations
 from mappers.errors import MapperError
 from mappers.families import Family
-from mappers.models import load_tokenizer
+from mappers.models import LOADED, load_tokenizer
 
 EVERY_S = 5.0
 
@@ -40,6 +40,9 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="DATA", help="JSON lines of {messages: [...]}, ShareGPT JSON, plain text, or a dataset"
     )
     parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=LOADED, default="float32", help="of the loaded models (default %(default)s; auto: as stored)"
+    )
 
 
 def check_device(name: str) -> None:

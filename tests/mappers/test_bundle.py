@@ -23,7 +23,7 @@ from mappers import (
     load_manifest,
     save,
 )
-from mappers.bundle import MANIFEST, WEIGHTS, seal, update
+from mappers.bundle import MANIFEST, REPORT, WEIGHTS, seal, update, verify
 from mappers.manifest import LengthScores, digest_of
 from tests.mappers.pairs import largest_difference, random_cache
 
@@ -132,7 +132,7 @@ def test_signed_weights_of_another_kind_are_refused(bundle: Path) -> None:
 
 def test_saving_replaces_a_bundle_and_nothing_else(bundle: Path, sibling_mapper: Mapper, tmp_path: Path) -> None:
     save(sibling_mapper, bundle)
-    assert load(bundle).copied_layers == (0, 1)
+    assert load(bundle).manifest.copied_layers == (0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     (tmp_path / "photos").mkdir()
     with pytest.raises(MapperError, match="photos exists and is no bundle"):
@@ -160,6 +160,39 @@ def test_an_evaluation_is_stored_and_keeps_the_id(bundle: Path) -> None:
     after = load(bundle)
     assert after.bundle_id == before and len(before) == 16
     assert after.manifest.evaluation == evaluation() and after.manifest.gate == Gate(max_ppl_ratio=3)
+
+
+def test_a_report_stands_beside_the_evaluation_and_is_verified_with_it(bundle: Path) -> None:
+    before = json.loads((bundle / MANIFEST).read_text())
+    assert "report_sha256" not in before, "a bundle without a report is what it was before there were any"
+    update(bundle, evaluation=evaluation(), report="<html>ä</html>")
+    assert verify(bundle).bundle_id == load_manifest(bundle).bundle_id
+    assert (bundle / REPORT).read_text() == "<html>ä</html>"
+    update(bundle, gate=Gate(max_ppl_ratio=3))
+    verify(bundle)
+    (bundle / REPORT).write_text("<html>a</html>")
+    load(bundle)  # what is served does not depend on it
+    with pytest.raises(BundleCorrupt, match=r"report\.html does not match its digest"):
+        verify(bundle)
+    (bundle / REPORT).unlink()
+    with pytest.raises(BundleCorrupt, match=r"cannot read .*report\.html"):
+        verify(bundle)
+    update(bundle, evaluation=evaluation(), report="<html>a</html>")
+    verify(bundle)
+
+
+def test_a_report_goes_with_its_evaluation(bundle: Path, tmp_path: Path) -> None:
+    update(bundle, evaluation=evaluation(), report="<html>")
+    copied = save(load(bundle), tmp_path / "copy")
+    assert copied.manifest.evaluation == evaluation() and verify(tmp_path / "copy").bundle_id == copied.bundle_id
+    update(bundle, evaluation=evaluation(1.2))
+    assert {path.name for path in bundle.iterdir()} == {MANIFEST, WEIGHTS}
+    assert verify(bundle).manifest.report_sha256 == ""
+
+
+def test_a_path_that_can_not_be_written_is_told(twin_mapper: Mapper) -> None:
+    with pytest.raises(MapperError, match="cannot write bundle /sys/bundle: "):
+        save(twin_mapper, "/sys/bundle")
 
 
 def test_the_map_itself_can_not_be_updated(bundle: Path) -> None:

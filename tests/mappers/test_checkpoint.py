@@ -54,7 +54,7 @@ def test_a_fit_that_was_killed_goes_on_and_ends_the_same(
     resumed = fitted(folders, documents, file, progress=lambda done, _: told.append(done))
     assert told[0] == 11 * 96 and told[-1] == 16 * 96  # the first ten are not read again
     assert resumed.bundle_id == fitted(folders, documents, None).bundle_id
-    assert resumed.copied_layers == (0, 1)
+    assert resumed.manifest.copied_layers == (0, 1)
 
 
 def test_kept_statistics_serve_other_methods_and_more_tokens(

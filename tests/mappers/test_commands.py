@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from mappers import Gate, Protocol, load, load_manifest, report
-from mappers.bundle import update
+from mappers.bundle import REPORT, update
 from mappers.commands import bundle, eval, fit
 from mappers.data import documents, read_conversations
 from mappers.diagnose import diagnose
@@ -68,8 +69,8 @@ def test_a_fit_goes_on_from_what_stands_beside_its_bundle(
     "options",
     [
         ["--method", "lowrank", "--rank", "3", "--layers", "auto", "--joint"],
-        ["--method", "ridge-head", "--weighting", "attention", "--effective-share", "0.9"],
-        ["--method", "hidden", "--choose", "forward", "--layers", "1"],
+        ["--method", "ridge-head", "--weighting", "attention", "--effective-share", "0.9", "--dtype", "bfloat16"],
+        ["--method", "hidden", "--choose", "forward", "--layers", "1", "--dtype", "auto"],
     ],
 )
 def test_what_fit_is_asked_for_stands_in_the_bundle(workplace: Path, tmp_path: Path, options: list[str]) -> None:
@@ -114,6 +115,11 @@ def test_eval_stores_what_the_gate_reads(
     update(tmp_path / "b", gate=Gate(**own))
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is whole; it passes its gate" in capsys.readouterr().out
+    page = (tmp_path / "b" / REPORT).read_text()
+    assert "b: ridge" in page and str(tmp_path) not in page, "where it was judged is nobody's business"
+    (tmp_path / "b" / REPORT).write_text(page + " ")
+    assert bundle.main(["verify", str(tmp_path / "b")]) == 1
+    assert "report.html does not match its digest" in capsys.readouterr().err
     assert load(tmp_path / "b").refusal() is None
 
 
@@ -289,13 +295,65 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
     bundles = [str(workplace / "bundle"), str(tmp_path / "plain")]
     assert eval.main([*bundles, *pair(workplace), *SHORT, *files]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert [row[:2] for row in rows] == [["bundle", "ridge"], ["plain", "identity"]]
+    assert [row[:2] for row in rows] == [[bundles[0], "ridge"], [bundles[1], "identity"]]
     told = json.loads((tmp_path / "a.json").read_text())["bundles"]
     assert [each["bundle"] for each in told] == [load(path).bundle_id for path in bundles]
     for each, path in zip(told, bundles, strict=True):
         assert each["weight_bytes"] <= (Path(path) / "weights.safetensors").stat().st_size
         assert [row["tokens"] for row in each["speed"]["map"]] == [512, 1024, 2048, 4096]
     assert "Side by side" in (tmp_path / "a.html").read_text()
+
+
+def test_eval_tells_figures_and_diagnosis_in_one_file(workplace: Path, tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    asked = ["--lengths", "77", "--documents", "1", "--tail", "8", "--scored", "4", "--diagnose"]
+    assert eval.main([str(workplace / "bundle"), *pair(workplace), *asked, *files]) == 0
+    told, page = json.loads((tmp_path / "a.json").read_text()), (tmp_path / "a.html").read_text()
+    assert told["data"] == "talks.jsonl, split test" and told["diagnosis"]["data"] == "talks.jsonl, split tune"
+    assert {row["by"] for row in told["diagnosis"]["rows"]} == {"all", "what", "layers", "distance", "head"}
+    assert [row["distance"] for row in told["by_distance"]] == ["0-64", "64-256"]
+    assert "Where the error lies" in page and "Attention by distance" in page
+
+
+class InterruptedAtTheEnd(io.StringIO):
+    """Stands for a user who presses Ctrl-C when the last document has been judged."""
+
+    def write(self, text: str) -> int:
+        if re.search(r"(\d+) of \1 tokens", text):
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_an_evaluation_goes_on_until_all_is_written(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, figures = tmp_path / "home", tmp_path / "a.json"
+    monkeypatch.setenv("KVRELAY_HOME", str(home))
+    shutil.copytree(workplace / "bundle", tmp_path / "b")
+    asked = [str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write", "--json", str(figures)]
+    # 1. Broken off: nothing is written but what has been judged.
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", stderr := InterruptedAtTheEnd())
+        assert eval.main(asked) == 130
+    (kept,) = (home / "evaluations").iterdir()
+    assert f"interrupted; the same command goes on from {kept}" in stderr.getvalue() and not figures.exists()
+    # 2. A file that takes nothing: the figures that come before are there, and no verdict is lost.
+    assert eval.main([*asked, "--html", "/dev/full"]) == 1
+    told = capsys.readouterr().err
+    assert f"going on from {kept}" in told and "cannot write /dev/full" in told and "tokens" not in told
+    assert figures.exists() and kept.exists() and load_manifest(tmp_path / "b").evaluation is None
+    # 3. Done.
+    assert eval.main(asked) == 0
+    assert load_manifest(tmp_path / "b").evaluation is not None and not kept.exists()
+    assert "tokens" not in capsys.readouterr().err, "everything was judged before"
+
+
+def test_a_home_that_can_not_be_written_only_costs_going_on(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", "/sys/kvrelay")
+    assert eval.main([str(workplace / "bundle"), *pair(workplace), *SHORT, "--arms", "hybrid"]) == 0
+    assert "if this is broken off it begins anew: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_copies_pass_through(folders: dict[str, Path], documents: list[list[int]
     assert composed.manifest.layers[1].keys == lowrank.manifest.layers[1].keys
     same = fit(folders["sibling"], folders["sibling"], documents[:2], precision="float32")
     unchanged, cache = compose(same, sibling_mapper), random_cache(3, 9)
-    assert unchanged.copied_layers == (0, 1)
+    assert unchanged.manifest.copied_layers == (0, 1)
     assert largest_difference(unchanged.map(cache), sibling_mapper.map(cache)) < 1e-5
 
 

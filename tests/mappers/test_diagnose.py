@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mappers import Mapper, Protocol, evaluate
-from mappers.diagnose import Row, diagnose, layer_groups, parts, spans
+from mappers.diagnose import Row, diagnose, layer_groups, parts
 from mappers.models import load_model
+from mappers.protocol import spans
 from tests.mappers.pairs import random_cache, random_documents
 
 PROTOCOL = Protocol(lengths=(40, 90), num_documents=2, head=4, tail=8, scored=16)
@@ -76,7 +77,23 @@ def test_layers_are_grouped_evenly(num_layers: int, groups: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(40, [(0, 40)]), (64, [(0, 64)]), (300, [(0, 64), (64, 256), (256, 300)])]
+    ("num_tokens", "expected"),
+    [
+        (40, {"0-64": (0, 40)}),
+        (64, {"0-64": (0, 64)}),
+        (300, {"0-64": (0, 64), "64-256": (64, 256), "256-512": (256, 300)}),
+        (1980, {"1024+": (1024, 1980)}),
+    ],
 )
-def test_distances_divide_what_is_mapped(num_tokens: int, expected: list[tuple[int, int]]) -> None:
-    assert spans(num_tokens) == expected
+def test_distances_divide_what_is_mapped(num_tokens: int, expected: dict[str, tuple[int, int]]) -> None:
+    found = spans(num_tokens)
+    assert expected.items() <= found.items() and max(far for _, far in found.values()) == num_tokens
+
+
+def test_rows_are_named_alike_at_all_lengths_and_stand_by_division(
+    rows: dict[tuple[str, str], Row],
+) -> None:
+    """28 mapped tokens at one length, 78 at the other: their farthest spans are cut at other places."""
+    whole = [("all", "all"), ("what", "keys"), ("what", "values")]
+    layers = [("layers", f"{i}-{i}") for i in range(4)]
+    assert list(rows) == [*whole, *layers, ("distance", "0-64"), ("distance", "64-256"), ("head", "0"), ("head", "1")]

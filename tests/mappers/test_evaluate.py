@@ -155,7 +155,7 @@ def test_zeroing_the_cache_moves_the_predictions(folders: dict[str, Path]) -> No
 def test_random_weights_are_of_the_same_size_and_seeded(sibling_mapper: Mapper) -> None:
     cache = random_cache(3, 60)
     one, two = randomised(sibling_mapper), randomised(sibling_mapper)
-    assert one.copied_layers == () and largest_difference(one.map(cache), two.map(cache)) == 0
+    assert one.manifest.copied_layers == () and largest_difference(one.map(cache), two.map(cache)) == 0
     fitted, drawn = sibling_mapper.map(cache), one.map(cache)
     for layer in range(4):
         assert 0.3 < float(drawn.values[layer].norm() / fitted.values[layer].norm()) < 3

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from mappers import FingerprintMismatch, UnsupportedModel, content_digest, fingerprint, tokenizer_digest
-from mappers.fingerprint import vocabulary_digest
+from mappers.fingerprint import same_vocabulary
 from tests.mappers.pairs import add_tokenizer, llama, saved
 
 RECIPE = "ab" * 32
@@ -154,5 +154,40 @@ def test_tokenizers_are_told_apart_by_words_and_by_template(tmp_path: Path) -> N
     assert one == same != other
     (tmp_path / "same" / "chat_template.jinja").write_text("{{ messages }}")
     assert tokenizer_digest(tmp_path / "same") != one
-    assert vocabulary_digest(tmp_path / "same") == vocabulary_digest(tmp_path / "one")
+    assert same_vocabulary(tmp_path / "same", tmp_path / "one")
+    assert not same_vocabulary(tmp_path / "other", tmp_path / "one")
     assert tokenizer_digest(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("tokenizer.model", "tokenizer.model"),
+        ("tokenizer.model", "added_tokens.json"),
+        ("vocab.json", "vocab.json"),
+        ("vocab.json", "merges.txt"),
+        ("vocab.txt", "vocab.txt"),
+    ],
+)
+def test_tokenizers_of_older_forms_are_told_apart_by_each_of_their_files(tmp_path: Path, form: str, name: str) -> None:
+    one, same, other = (tmp_path / folder for folder in ("one", "same", "other"))
+    for folder in (one, same, other):
+        folder.mkdir()
+        for file in (form, name):
+            (folder / file).write_text("a")
+    (other / name).write_text("b")
+    assert tokenizer_digest(one) == tokenizer_digest(same) != tokenizer_digest(other)
+    assert None not in (tokenizer_digest(one), tokenizer_digest(other))
+    assert same_vocabulary(one, same) and not same_vocabulary(one, other)
+
+
+def test_tokenizers_are_compared_in_a_form_that_both_have(tmp_path: Path) -> None:
+    """The same one may stand as JSON in one folder and as a SentencePiece model in both, or in neither."""
+    one, other, none = (tmp_path / name for name in ("one", "other", "none"))
+    add_tokenizer(one)
+    for folder in (other, none):
+        folder.mkdir()
+    (other / "tokenizer.model").write_text("a")
+    assert same_vocabulary(one, other) and same_vocabulary(one, none) and same_vocabulary(none, other)
+    (one / "tokenizer.model").write_text("b")
+    assert not same_vocabulary(one, other) and not same_vocabulary(other, one)

@@ -58,14 +58,14 @@ def test_a_model_mapped_to_itself_gives_its_own_log_probs(
 ) -> None:
     mapper = fit(folders["large"], folders["large"], documents[:4], method=name)
     model = load_model(folders["large"])
-    assert mapper.copied_layers == (0, 1, 2, 3)
+    assert mapper.manifest.copied_layers == (0, 1, 2, 3)
     past = mapper.map(read(model, FRESH[:50]))
     native, mapped = run(model, FRESH)[1][50:], run(model, FRESH[50:], past)[1]
     assert (log_probs(model, native) - log_probs(model, mapped)).abs().max() <= 1e-4
 
 
 def test_shared_layers_are_found_and_the_rest_is_fitted(sibling_mapper: Mapper) -> None:
-    assert sibling_mapper.copied_layers == (0, 1)
+    assert sibling_mapper.manifest.copied_layers == (0, 1)
     assert [spec.keys.method for spec in sibling_mapper.manifest.layers] == ["copy", "copy", "ridge", "ridge"]
     # Layer 2 of the target is what layer 2 of the sibling reads: same input, another projection.
     assert sibling_mapper.manifest.layers[2].values.r2 is not None
@@ -73,7 +73,7 @@ def test_shared_layers_are_found_and_the_rest_is_fitted(sibling_mapper: Mapper) 
 
 def test_shared_layers_are_fitted_like_any_other_if_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit(folders["sibling"], folders["large"], documents, copies=False)
-    assert mapper.copied_layers == ()
+    assert mapper.manifest.copied_layers == ()
     assert mapper.manifest.layers[1].keys.r2 is not None and mapper.manifest.layers[1].keys.r2 > 0.999
 
 
@@ -85,7 +85,7 @@ def test_layers_that_only_looked_shared_are_refused(folders: dict[str, Path], tm
     documents = [[i % 63 for i in range(80)], *random_documents(3, 80)]
     with pytest.raises(MapperError, match="keys of target layer 0 looked like those of source layer 0, but differ"):
         fit(tmp_path / "odd", folders["large"], documents)
-    assert fit(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).copied_layers == ()
+    assert fit(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).manifest.copied_layers == ()
 
 
 def test_keys_may_be_shared_where_values_are_not(
@@ -97,7 +97,7 @@ def test_keys_may_be_shared_where_values_are_not(
     mapper = fit(saved(model, tmp_path / "doubled"), folders["large"], documents)
     first = mapper.manifest.layers[0]
     assert (first.keys.method, first.values.method) == ("copy", "ridge")
-    assert mapper.copied_layers == (1, 2, 3)
+    assert mapper.manifest.copied_layers == (1, 2, 3)
 
 
 def test_keys_under_another_rope_are_not_copied(

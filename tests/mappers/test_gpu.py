@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from mappers import KVCache, Mapper, Protocol, evaluate, fit, load, save
+from mappers.manifest import MEASURED
 from mappers.models import load_model
 from tests.mappers.pairs import largest_difference, random_cache, random_documents
 
@@ -31,3 +33,16 @@ def test_a_fit_on_the_gpu_is_as_good(folders: dict[str, Path], documents: list[l
     protocol = Protocol(lengths=(40,), num_documents=2, head=4, tail=8, scored=16)
     found = evaluate(mapper, *models, random_documents(2, 60, seed=3), protocol).arm("hybrid")
     assert found is not None and found.kl_mean < 0.02
+
+
+@pytest.mark.parametrize(("precision", "half"), MEASURED.items())
+def test_halves_are_multiplied_on_the_gpu_as_on_the_cpu(
+    sibling_mapper: Mapper, precision: str, half: torch.dtype
+) -> None:
+    """Features and weights rounded alike, products summed in float32; a feature may round to the other side."""
+    manifest = sibling_mapper.manifest.model_copy(update={"precision": precision})
+    weights = {name: t.to(half) if name.endswith(".weight") else t for name, t in sibling_mapper.weights.items()}
+    cache = random_cache(3, 200, start=11)
+    mapped = Mapper(manifest, weights, "cuda").map(moved(cache, "cuda"))
+    expected = Mapper(manifest, weights, halves=True).map(cache)
+    assert largest_difference(moved(mapped, "cpu"), expected) < 4 * torch.finfo(half).eps

@@ -1,4 +1,4 @@
-"""Precision `mixed`: halves where they cost little, float32 where they would cost more."""
+"""Precisions `mixed` and `bfloat16`: halves where they cost little, float32 where they would cost more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mappers import KVCache, Mapper, fit, load, save
 from mappers.halves import mixed
-from mappers.manifest import KINDS
+from mappers.manifest import KINDS, MEASURED, Manifest
 from mappers.models import load_model
 from tests.mappers.pairs import largest_difference, random_cache
 
@@ -28,50 +28,86 @@ def models(folders: dict[str, Path]) -> tuple[Any, Any]:
     return load_model(folders["other"]), load_model(folders["large"])
 
 
+by_precision = pytest.mark.parametrize(("precision", "half"), MEASURED.items())
+
+
 def largest(cache: KVCache) -> float:
     return max(float(states.abs().max()) for states in (*cache.keys, *cache.values))
 
 
+def in_precision(mapper: Mapper, precision: str) -> Manifest:
+    return mapper.manifest.model_copy(update={"precision": precision})
+
+
+@by_precision
 def test_outputs_that_bear_it_are_halved_and_others_are_not(
-    whole: Mapper, models: tuple[Any, Any], documents: list[list[int]]
+    twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]], precision: str, half: torch.dtype
 ) -> None:
-    spoilt = dict(whole.weights)
-    spoilt["layers.1.keys.weight"] = spoilt["layers.1.keys.weight"] * 1e7  # is infinite as a half
-    weights = mixed(whole.manifest, spoilt, models, documents[:2])
-    for layer in range(len(whole.manifest.layers)):
+    """All but one miss something, beside which the rounding is nothing."""
+    noise = torch.Generator().manual_seed(0)
+    blurred = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=noise) if name.endswith(".weight") else tensor
+        for name, tensor in twin_mapper.weights.items()
+    }
+    blurred["layers.1.keys.weight"] = twin_mapper.weights["layers.1.keys.weight"]
+    models = load_model(folders["twin"]), load_model(folders["large"])
+    weights = mixed(in_precision(twin_mapper, precision), blurred, models, documents[:2])
+    for layer in range(len(twin_mapper.manifest.layers)):
         for kind in KINDS:
-            expected = torch.float32 if (layer, kind) == (1, "keys") else torch.float16
+            expected = torch.float32 if (layer, kind) == (1, "keys") else half
             assert weights[f"layers.{layer}.{kind}.weight"].dtype == expected
             assert weights[f"layers.{layer}.{kind}.bias"].dtype == torch.float32
 
 
+@by_precision
+def test_all_parts_of_an_output_are_halved(
+    whole: Mapper, models: tuple[Any, Any], documents: list[list[int]], precision: str, half: torch.dtype
+) -> None:
+    weights = mixed(in_precision(whole, precision), whole.weights, models, documents[:2])
+    assert {tensor.dtype for name, tensor in weights.items() if name.endswith((".weight", ".up"))} == {half}
+
+
+def test_what_a_half_can_not_hold_is_left_whole(
+    whole: Mapper, models: tuple[Any, Any], documents: list[list[int]]
+) -> None:
+    spoilt = dict(whole.weights)
+    spoilt["layers.1.keys.weight"] = spoilt["layers.1.keys.weight"] * 1e7
+    weights = mixed(in_precision(whole, "mixed"), spoilt, models, documents[:2])
+    assert weights["layers.1.keys.weight"].dtype == torch.float32 != weights["layers.1.values.weight"].dtype
+
+
+@by_precision
 def test_a_map_that_misses_nothing_is_left_whole(
-    twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]]
+    twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]], precision: str, half: torch.dtype
 ) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     for sample in (documents[:2], []):
-        weights = mixed(twin_mapper.manifest, twin_mapper.weights, models, sample)
+        weights = mixed(in_precision(twin_mapper, precision), twin_mapper.weights, models, sample)
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_halves_are_summed_in_float32(whole: Mapper) -> None:
-    """Products of halves exceed what a half holds; the sum must not."""
-    manifest = whole.manifest
+@by_precision
+def test_halves_are_summed_in_float32(whole: Mapper, precision: str, half: torch.dtype) -> None:
+    """Products of halves exceed what a float16 holds, and have more digits than either half; so must the sum."""
+    manifest = in_precision(whole, precision)
     last = "up" if manifest.method == "lowrank" else "weight"
     scaled = {name: 100 * tensor if name.endswith(last) else tensor for name, tensor in whole.weights.items()}
-    weights = {name: t.half() if name.endswith((".weight", ".up")) else t for name, t in scaled.items()}
+    weights = {name: t.to(half) if name.endswith((".weight", ".up")) else t for name, t in scaled.items()}
     cache = random_cache(manifest.source.num_layers, 30, 3)
     large = KVCache(tuple(5e3 * k for k in cache.keys), tuple(5e3 * v for v in cache.values), cache.start)
     halved, plain = (Mapper(manifest, weights, halves=halves).map(large) for halves in (True, None))
     assert largest(plain) > torch.finfo(torch.float16).max
-    assert 0 < largest_difference(halved, plain) < 5e-3 * largest(plain)
+    assert 0 < largest_difference(halved, plain) < 5 * torch.finfo(half).eps * largest(plain)
+    rounded = halved.values[1].bfloat16().float()
+    assert float((halved.values[1] - rounded).norm() / rounded.norm()) > 1e-4
 
 
-def test_a_mixed_bundle_is_fitted_saved_and_loaded(
-    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+@by_precision
+def test_a_bundle_with_halves_is_fitted_saved_and_loaded(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path, precision: Any, half: torch.dtype
 ) -> None:
-    mapper = fit(folders["other"], folders["large"], documents, layers=2, precision="mixed")
-    assert {t.dtype for name, t in mapper.weights.items() if name.endswith(".weight")} == {torch.float16}
+    mapper = fit(folders["other"], folders["large"], documents, layers=2, precision=precision)
+    assert {t.dtype for name, t in mapper.weights.items() if name.endswith(".weight")} == {half}
     save(mapper, tmp_path / "bundle")
     loaded = load(tmp_path / "bundle")
     cache = random_cache(mapper.manifest.source.num_layers, 30)

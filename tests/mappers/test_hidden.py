@@ -72,7 +72,7 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
 
 def test_layers_that_are_shared_are_copied_here_too(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit(folders["sibling"], folders["large"], documents, method="hidden", layers=2)
-    assert mapper.copied_layers == (0, 1)
+    assert mapper.manifest.copied_layers == (0, 1)
     assert [spec.values.method for spec in mapper.manifest.layers] == ["copy", "copy", "hidden", "hidden"]
 
 

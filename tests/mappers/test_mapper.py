@@ -146,7 +146,7 @@ def test_token_major_memory_is_mapped_alike(mapper: Mapper) -> None:
 def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
     cache = random_cache(3, 10)
     mapped = sibling_mapper.map(cache)
-    assert sibling_mapper.copied_layers == (0, 1)
+    assert sibling_mapper.manifest.copied_layers == (0, 1)
     assert all(torch.equal(mapped.keys[i], cache.keys[i]) for i in (0, 1))
     assert all(torch.equal(mapped.values[i], cache.values[i]) for i in (0, 1))
 

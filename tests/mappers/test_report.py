@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ EVALUATION = Evaluation(
 SPEED = Speed(
     threads=1, peak_gflops=100, flops_per_token=10**6, map_ms={512: 11, 2048: 40}, best_ms={512: 9, 2048: 32}
 )
-ROWS = [Row("what", "keys", SCORE), Row("distance", "0-64", SCORE), Row("distance", "64-320", SCORE)]
+ROWS = [Row("what", "keys", SCORE), Row("distance", "0-64", SCORE), Row("distance", "64-256", SCORE)]
 
 
 @pytest.fixture
@@ -79,6 +80,20 @@ def test_a_page_leaves_out_what_was_not_measured(twin_mapper: Mapper) -> None:
     assert html.count("<svg") == 1 and "Attention" not in html and "time" not in html
 
 
+def test_bundles_in_folders_of_the_same_name_are_told_apart(judged: Judged) -> None:
+    slower = replace(judged, name="other/<mine>", speed=replace(SPEED, map_ms={2048: 80}))
+    html = page([judged, slower], ROWS)
+    names = {f"{where}/&lt;mine&gt;" for where in ("bundles", "other")}
+    for title in ("By prefix length", "Attention by layer", "Quality against time"):
+        plot = html.partition(f"<h2>{title}</h2>")[2].partition("</svg>")[0]
+        assert all(f">{name}</text>" in plot for name in names), title
+
+
+def test_distances_are_plotted_where_their_spans_begin(judged: Judged) -> None:
+    plot = page([judged], ROWS).partition("<h2>By distance</h2>")[2].partition("</svg>")[0]
+    assert len({x for x, _ in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', plot)}) == 2
+
+
 def test_points_stand_where_their_values_are() -> None:
     drawn = ElementTree.fromstring(lines({"a": [(0, 1.0), (10, 3.0), (5, 2.0)]}, "x", "y"))
     low, high, middle = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in drawn.iter("circle")]
@@ -107,4 +122,4 @@ def test_tables_show_what_was_measured(judged: Judged) -> None:
     assert "greedy, 128 tokens: 0.812 of the tokens agree, 0.50 of 14 generations are identical" in table
     assert re.search(r"^what +keys +1\.0432", diagnosis_table(ROWS), re.M)
     (line,) = comparison([judged]).splitlines()[1:]
-    assert re.search(r"^<mine> +ridge +1\.0432 .* 0\.9900 .* 20\.0 +64%$", line)
+    assert re.search(r"^bundles/<mine> +ridge +1\.0432 .* 0\.9900 .* 20\.0 +64%$", line)

@@ -1,0 +1,51 @@
+"""Models are loaded in the precision that is asked for; sums over their caches are float32 and float64 all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mappers import CheckpointMismatch, MapperError, Protocol, evaluate, fit
+from mappers.models import load_model, read
+from tests.mappers.pairs import llama, random_documents, saved
+
+PROTOCOL = Protocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_map_fitted_and_judged_in_half_precision_is_that_of_float32(
+    folders: dict[str, Path], documents: list[list[int]], dtype: str
+) -> None:
+    exactly = {"precision": "float32", "ridges": (1e-9,)}
+    mapper = fit(folders["twin"], folders["large"], documents, dtype=dtype, **exactly)
+    assert mapper.manifest.options["dtype"] == dtype
+    (ids,) = random_documents(1, 80, seed=3)
+    exact, mapped = read(load_model(folders["large"]), ids), mapper.map(read(load_model(folders["twin"]), ids))
+    for ours, theirs in zip(mapped.values, exact.values, strict=True):
+        assert 1e-5 < float((ours - theirs).norm() / theirs.norm()) < 0.02
+    models = load_model(folders["twin"], dtype=dtype), load_model(folders["large"], dtype=dtype)
+    assert {str(model.dtype) for model in models} == {f"torch.{dtype}"}
+    found = evaluate(mapper, *models, random_documents(2, 90, seed=4), PROTOCOL)
+    for arm in ("native", "hybrid"):
+        score = found.arm(arm)
+        assert score is not None and score.kl_mean < 0.02
+    assert min(row.mean for row in found.attention) > 0.995
+
+
+def test_auto_is_what_the_weights_are_stored_in(tmp_path: Path) -> None:
+    saved(llama(1, 1).bfloat16(), tmp_path / "half")
+    assert load_model(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    assert load_model(tmp_path / "half").dtype == torch.float32
+    with pytest.raises(MapperError, match="dtype is 'int8'; allowed: float32, bfloat16, float16, auto"):
+        load_model(tmp_path / "half", dtype="int8")
+
+
+def test_what_was_read_in_another_precision_is_not_gone_on_with(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
+) -> None:
+    given = {"layers": 1, "checkpoint": tmp_path / "kept", "keep": True, "method": "identity"}
+    assert "dtype" not in fit(folders["twin"], folders["large"], documents[:4], **given).manifest.options
+    with pytest.raises(CheckpointMismatch, match="was begun with dtype None, not 'bfloat16'"):
+        fit(folders["twin"], folders["large"], documents[:4], dtype="bfloat16", **given)
