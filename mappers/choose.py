@@ -10,8 +10,9 @@ more to all documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ from mappers.stats import Moments
 
 WORTH = 0.01  # more layers must take at least this share off what is lost
 EXACT = 1e-6  # an error that can't be told from none
-ENOUGH = 16  # tokens a feature, to compare source layers by
+ENOUGH = 10  # tokens a feature, to compare source layers by
+COLUMNS = 32  # of a target, at most, to compare them by
+SHARED = 2048  # features, at most, of which moments are kept from one target to the next
 AUTO = "auto"  # as many layers as pay and as the tokens allow, up to:
 AUTO_LAYERS = 8
 
@@ -56,8 +59,8 @@ class Chooser:
     def __init__(self, method: Method, way: str, judge: Judge | None = None, projections: Projections | None = None):
         self._method, self._paths, self._judge, self._projections = method, _way(way), judge, projections
 
-    def choices(self, group: Group, layers: int | str) -> list[Choice]:
-        """A choice for every target, from at most so many source layers. Uses the group up."""
+    def choices(self, group: Group, layers: int | str) -> Iterator[Choice]:
+        """A choice for every target in turn, from at most so many source layers. Uses the group up."""
         if group.held_out.count == 0:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
@@ -65,7 +68,10 @@ class Chooser:
         if layers == AUTO:
             paths = [self._affordable(group, path) for path in paths]
         group.fold(_joined(blocks for path in paths for blocks in path))
-        return [self._choice(group, index, path) for index, path in enumerate(paths)]
+        shared = _Shared(group)
+        for index, path in enumerate(paths):
+            yield self._choice(shared, index, path)
+            shared.keep(path)
 
     def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
         """The keys and values that a solution gives."""
@@ -84,15 +90,19 @@ class Chooser:
 
         return [blocks for blocks in path if needed(blocks) <= group.train.effective] or [min(path, key=len)]
 
-    def _choice(self, group: Group, index: int, path: list[Blocks]) -> Choice:
-        """The best of a path, fitted to all documents."""
-        choice = best([self._solved(group, index, blocks) for blocks in dict.fromkeys(path)])
-        everything, held_out = _moments(group, index, choice.blocks)
-        everything.merge(held_out)
-        return replace(choice, solution=self._method.refit(choice.solution, everything, group.layout))
+    def _choice(self, shared: _Shared, index: int, path: list[Blocks]) -> Choice:
+        """The best of a path, fitted to all documents. It is gone from its end as long as fewer blocks do as well."""
+        solved: list[Choice] = []
+        for _, same in groupby(sorted(set(path), key=len, reverse=True), key=len):
+            solved += [self._solved(shared, index, blocks) for blocks in same]
+            choice = best(solved)
+            if len(choice.blocks) > len(solved[-1].blocks):
+                break
+        everything = shared.everything(choice.blocks, index)
+        return replace(choice, solution=self._method.refit(choice.solution, everything, shared.group.layout))
 
-    def _solved(self, group: Group, index: int, blocks: Blocks) -> Choice:
-        train, held_out = _moments(group, index, blocks)
+    def _solved(self, shared: _Shared, index: int, blocks: Blocks) -> Choice:
+        group, train, held_out = shared.group, shared.train(blocks, index), shared.held_out(blocks, index)
         solution = self._method.solve(train, group.layout, held_out)
         r2 = solution.r2(held_out)
         error = self._judge.error(blocks, self.outputs(group.targets[index], solution)) if self._judge else 1 - r2
@@ -106,6 +116,41 @@ def best(choices: Sequence[Choice]) -> Choice:
     return min(good, key=lambda choice: (len(choice.blocks), choice.error))
 
 
+class _Shared:
+    """Moments of blocks and one target. Targets that lie together are often computed from the same blocks: of the path
+    before, what is made of the blocks alone is kept where it is not large."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._kept: dict[tuple[str, Blocks], Moments] = {}
+
+    def train(self, blocks: Blocks, index: int) -> Moments:
+        return self._of("train", self.group.train.select, blocks, index)
+
+    def held_out(self, blocks: Blocks, index: int) -> Moments:
+        return self._of("held out", self.group.held_out.select, blocks, index)
+
+    def everything(self, blocks: Blocks, index: int) -> Moments:
+        """Of both."""
+        return self._of("everything", self._merged, blocks, index)
+
+    def _merged(self, features: Tensor, targets: Tensor, like: Moments | None) -> Moments:
+        merged = self.group.train.select(features, targets, like=like)
+        merged.merge(self.group.held_out.select(features, targets, like=like), like)
+        return merged
+
+    def keep(self, path: Collection[Blocks]) -> None:
+        """No others than these."""
+        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in path}
+
+    def _of(self, which: str, select: Callable[..., Moments], blocks: Blocks, index: int) -> Moments:
+        features = self.group.features(blocks)
+        part = select(features, self.group.outputs(index), like=self._kept.get((which, blocks)))
+        if len(features) <= SHARED:
+            self._kept[which, blocks] = part
+        return part
+
+
 def check_way(way: str) -> None:
     """Raise `MapperError` unless there is such a way to choose."""
     _way(way)
@@ -114,14 +159,14 @@ def check_way(way: str) -> None:
 def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
     """Held-out R² of each candidate alone, (candidates, targets): one solve serves all targets.
 
-    It comes from a part of the tokens, as long as these are there one by one.
+    It comes from a part of the tokens, as long as these are there one by one, and of the targets' columns.
     """
-    everything = torch.arange(group.train.num_targets, device=group.device)
+    targets = _compared(method, group)
     rows = []
     for blocks in candidates:
         features = group.features(blocks)
         enough = max(ENOUGH * len(features), method.rough.tokens_needed(len(features), group.layout))
-        train, held_out = group.train.select(features, everything, enough), group.held_out.select(features, everything)
+        train, held_out = group.train.select(features, targets, enough), group.held_out.select(features, targets)
         lost = method.rough.solve(train, group.layout).lost(held_out)
         rows.append(1 - _a_target(lost, group) / _a_target(held_out.yy, group).clamp_min(TINY))
     return torch.stack(rows)
@@ -155,10 +200,11 @@ def _way(name: str) -> Way:
     return WAYS[name]
 
 
-def _moments(group: Group, index: int, blocks: Blocks) -> tuple[Moments, Moments]:
-    """Of some blocks and one target: what is to be fitted, and what is held out."""
-    columns = group.features(blocks), group.outputs(index)
-    return group.train.select(*columns), group.held_out.select(*columns)
+def _compared(method: Method, group: Group) -> Tensor:
+    """Columns of all targets: of each some, evenly drawn, where a method fits every column by itself."""
+    width = group.layout.target_width
+    some = torch.arange(0, width, -(-width // COLUMNS) if method.rough.is_columnwise else 1)
+    return (width * torch.arange(len(group.targets))[:, None] + some).flatten().to(group.device)
 
 
 def _joined(parts: Iterable[Blocks]) -> Blocks:

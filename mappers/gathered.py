@@ -105,13 +105,15 @@ class Gathered:
             self.moments.add(rows if features is None else rows.select(features))
         return self.moments
 
-    def select(self, features: Tensor, targets: Tensor, enough: float = math.inf) -> Moments:
-        """The moments of some features and targets, by index.
+    def select(
+        self, features: Tensor, targets: Tensor, enough: float = math.inf, like: Moments | None = None
+    ) -> Moments:
+        """The moments of some features and targets, by index; for `like` see `Moments.select`.
 
         Of rows no more are looked at than tell as much as `enough` equal ones.
         """
         if self.moments is not None:
-            return self.fold().select(features, targets)
+            return self.fold().select(features, targets, like)
         while self.batches:
             self._rows.append(_centred(self.batches.pop(0)))
         part = Moments(len(features), len(targets), self._device)

@@ -10,14 +10,19 @@ what float64 would tell apart: see `resolution`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mappers.errors import GeometryMismatch
 
+T = TypeVar("T")
+
 STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
+RUNS = 64  # of columns that lie together; more are taken one by one
 RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
 
 
@@ -75,6 +80,7 @@ class Moments:
         self.xx, self.xy = zeros(num_features, num_features), zeros(num_features, num_targets)
         self.yy = zeros(num_targets)
         self._whole = True
+        self._of_features: dict[Any, Any] = {}
 
     @property
     def num_features(self) -> int:
@@ -120,8 +126,8 @@ class Moments:
         self.resolution = max(self.resolution, RESOLUTION[rows.x.dtype])
         self._shift_means(rows)
 
-    def merge(self, other: Moments) -> None:
-        """Take in what another has seen; the same as having seen it here."""
+    def merge(self, other: Moments, like: Moments | None = None) -> None:
+        """Take in what another has seen; the same as having seen it here. For `like` see `select`."""
         if (other.num_features, other.num_targets) != (self.num_features, self.num_targets):
             raise GeometryMismatch(
                 f"moments of {other.num_features} x {other.num_targets} do not merge with "
@@ -131,9 +137,10 @@ class Moments:
             return
         apart = self.mass * other.mass / (self.mass + other.mass)
         dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
-        self._whole = False
-        self.xx += other.xx
-        self.xx.addr_(dx, dx, alpha=apart)
+        if like is None:
+            self._whole = False
+            self.xx += other.xx
+            self.xx.addr_(dx, dx, alpha=apart)
         self.xy += other.xy
         self.xy.addr_(dx, dy, alpha=apart)
         self.yy += other.yy + apart * dy.square()
@@ -155,13 +162,26 @@ class Moments:
             self._whole = True
         return self.xx
 
-    def select(self, features: Tensor, targets: Tensor) -> Moments:
-        """The moments of some features and targets, by index."""
+    def of_features(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes of the features alone, made once: for moments `like` these (see `select`) as well. They are
+        not to change any more."""
+        if key not in self._of_features:
+            self._of_features[key] = make()
+        made: T = self._of_features[key]
+        return made
+
+    def select(self, features: Tensor, targets: Tensor, like: Moments | None = None) -> Moments:
+        """The moments of some features and targets, by index. Of moments of the same features as `like`, all that is of
+        the features alone is shared."""
         part = Moments(0, 0)
         part.count, part.mass, part.squares = self.count, self.mass, self.squares
         part.resolution = self.resolution
         part.mean_x, part.mean_y = self.mean_x[features], self.mean_y[targets]
-        part.xx, part._whole = self.gram()[features[:, None], features], True
+        part._whole = True
+        if like is None:
+            part.xx = self.gram()[features[:, None], features]
+        else:
+            part.xx, part._of_features = like.gram(), like._of_features
         part.xy = self.xy[features[:, None], targets]
         part.yy = self.yy[targets]
         return part
@@ -190,6 +210,8 @@ def check_rows(x: Tensor, y: Tensor, num_features: int, num_targets: int) -> Non
 def taken(rows: Tensor, columns: Tensor) -> Tensor:
     """Columns of rows (n, p) by index; a view where they lie together."""
     breaks = (columns.diff() != 1).nonzero().flatten() + 1
+    if len(breaks) > RUNS:
+        return rows[:, columns]
     runs = [rows[:, int(run[0]) : int(run[-1]) + 1] for run in columns.tensor_split(breaks.cpu()) if len(run)]
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
 

@@ -145,6 +145,7 @@ class Method(ABC):
     name: ClassVar[str]
     max_layers: ClassVar[int | None] = None
     predicts_hidden: ClassVar[bool] = False
+    is_columnwise: ClassVar[bool] = False  # each column of a target is fitted by itself
 
     @abstractmethod
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ class Ridge(Method):
     """
 
     name = "ridge"
+    is_columnwise = True
 
     def __init__(self, ridges: Sequence[float] = RIDGES, tokens_per_feature: float = 4.0):
         if not ridges or min(ridges) < 0:
@@ -81,7 +83,8 @@ class Ridge(Method):
 
 
 def _solved(train: Moments, ridge: float) -> Solution:
-    weight = solve_penalised(train.gram(), train.xy, ridge, train.resolution)
+    factor = train.of_features(ridge, lambda: factored(penalised(train.gram(), ridge), train.resolution))
+    weight = factor.solve(train.xy)
     return Solution(weight, train.mean_y - train.mean_x @ weight, ridge)
 
 
@@ -97,14 +100,28 @@ def penalised(gram: Tensor, ridge: float) -> Tensor:
     return raised
 
 
-def cholesky_solve(gram: Tensor, right: Tensor, resolution: float) -> Tensor:
-    """gram^-1 right for a symmetric positive definite `gram`, equilibrated.
+@dataclass(frozen=True)
+class Factor:
+    """A symmetric positive definite matrix: `lower` (p, p) is the Cholesky factor of it scaled by `scale` (p,)."""
 
-    Raises `RankDeficient` where less than the share `resolution` of a feature is left that others do not tell.
-    """
+    lower: Tensor
+    scale: Tensor
+
+    def solve(self, right: Tensor) -> Tensor:
+        """The matrix' inverse times (p, q)."""
+        return torch.cholesky_solve(right * self.scale[:, None], self.lower) * self.scale[:, None]
+
+
+def factored(gram: Tensor, resolution: float) -> Factor:
+    """Raises `RankDeficient` where less than the share `resolution` of a feature is left that others do not tell."""
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reciprocal()
-    factor, failed = torch.linalg.cholesky_ex(gram * scale[:, None] * scale)
-    if int(failed) or float(factor.diagonal().square().min()) < resolution:
+    lower, failed = torch.linalg.cholesky_ex(gram * scale[:, None] * scale)
+    if int(failed) or float(lower.diagonal().square().min()) < resolution:
         raise RankDeficient(f"{len(gram)} features depend on one another; allow a ridge above 0, or more tokens")
-    return torch.cholesky_solve(right * scale[:, None], factor) * scale[:, None]
+    return Factor(lower, scale)
+
+
+def cholesky_solve(gram: Tensor, right: Tensor, resolution: float) -> Tensor:
+    """gram^-1 right. Raises `RankDeficient`: see `factored`."""
+    return factored(gram, resolution).solve(right)

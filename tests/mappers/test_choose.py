@@ -10,7 +10,7 @@ import torch
 
 from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
 from mappers.choose import Chooser, rank
-from mappers.collect import HELD_OUT_EVERY, Group, States
+from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
 from mappers.forward import RIDGE, forward_path
 from mappers.judge import NEAR, Judge
 from mappers.methods import Layout, Solution
@@ -24,9 +24,14 @@ LAYERS, WIDTH = 5, 3
 RIDGE_ONLY = Ridge(ridges=(RIDGE,))
 
 
-def group(x: torch.Tensor, y: torch.Tensor) -> Group:
-    """Rows x (n, LAYERS * WIDTH) and y (n, WIDTH), a third of them held out."""
-    made = Group(("keys",), [("keys", 0)], KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu", len(x))
+def group(x: torch.Tensor, *y: torch.Tensor) -> Group:
+    """Rows x (n, LAYERS * WIDTH) and (n, WIDTH) of each target, a third of them held out."""
+    targets: list[Wanted] = [("keys", layer) for layer in range(len(y))]
+    made = Group(("keys",), targets, KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu", len(x))
+    return taking(made, x, torch.cat(y, dim=1))
+
+
+def taking(made: Group, x: torch.Tensor, y: torch.Tensor) -> Group:
     cut = len(x) * 2 // 3
     made.train.update(x[:cut], y[:cut])
     made.held_out.update(x[cut:], y[cut:])
@@ -63,6 +68,20 @@ def test_rows_and_their_moments_lead_to_the_same_choice() -> None:
         (again,) = Chooser(methods.get("ridge"), "top").choices(folded(complementary()), layers)
         assert choice.blocks == again.blocks and choice.r2 == pytest.approx(again.r2)
         torch.testing.assert_close(choice.solution.weight, again.solution.weight)
+
+
+@pytest.mark.parametrize("method", ["ridge", "lowrank", "ridge-head", "procrustes"])
+@pytest.mark.parametrize("way", ["top", "forward"])
+def test_targets_are_chosen_for_and_fitted_as_each_alone(method: str, way: str) -> None:
+    x, targets = noise(600, LAYERS * WIDTH), [noise(600, WIDTH, seed=20 + index) for index in range(4)]
+    for index, y in enumerate(targets):  # the first three from layers 1 and 2, the last from 3
+        y += 3 * (x[:, WIDTH : 2 * WIDTH] + x[:, 2 * WIDTH : 3 * WIDTH] if index < 3 else x[:, 3 * WIDTH : 4 * WIDTH])
+    together = list(Chooser(methods.get(method), way).choices(group(x, *targets), 2))
+    for y, choice in zip(targets, together, strict=True):
+        (alone,) = Chooser(methods.get(method), way).choices(group(x, y), 2)
+        assert choice.blocks == alone.blocks and choice.r2 == pytest.approx(alone.r2)
+        torch.testing.assert_close(choice.solution.weight, alone.solution.weight)
+        torch.testing.assert_close(choice.solution.bias, alone.solution.bias)
 
 
 def test_rows_become_moments_when_they_grow_too_many() -> None:
@@ -113,7 +132,7 @@ def test_auto_takes_as_many_layers_as_pay_and_as_the_tokens_allow() -> None:
     (choice,) = Chooser(methods.get("ridge"), "top").choices(group(x, x.unflatten(1, (LAYERS, -1)).sum(1)), "auto")
     assert len(choice.blocks) == 4
     with pytest.raises(CalibrationTooSmall, match="56 tokens for 15 features; at least 60"):
-        Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH]), 5)
+        next(Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH]), 5))
 
 
 def test_the_last_fit_sees_what_was_held_out() -> None:

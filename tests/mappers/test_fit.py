@@ -204,7 +204,7 @@ def test_settings_that_can_not_work_are_refused(
 
 @pytest.mark.parametrize(
     ("used", "message"),
-    [(0, "no document of more than 5 tokens"), (1, "one document"), (4, "276 tokens for 48 features; at least 384")],
+    [(0, "no document of more than 5 tokens"), (1, "one document"), (4, "276 tokens for 64 features; at least 512")],
 )
 def test_too_few_documents_are_refused(
     folders: dict[str, Path], documents: list[list[int]], used: int, message: str
