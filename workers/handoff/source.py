@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from workers.api.errors import CacheUnusable, DeadlineExceeded, KvrelayError
 from workers.api.schemas import PoolExport, Ticket
@@ -24,6 +24,8 @@ from workers.pool.span import BlockSpan
 from workers.sharing import Job
 from workers.transports import choose
 from workers.transports.base import Reader, Room
+
+R = TypeVar("R")
 
 
 class _ReadFailed(Exception):
@@ -74,7 +76,8 @@ class Source:
             self._job.check()
             way = self._ways.pop(0)
             try:
-                self._reader = await asyncio.to_thread(self._open, way)
+                at_hand = self._target.readers.at_hand(self._peer, way, self._ticket.layout)
+                self._reader = at_hand or await self._waited_for(way, partial(self._open, way))
                 return
             except KvrelayError as error:
                 self._note(way.kind, error)
@@ -96,10 +99,13 @@ class Source:
         """Memory is read by the step that uses it, where it lies; what must be waited for is fetched before. A stream
         that another handoff has broken is opened anew."""
         if reader.waits:
-            span = await asyncio.to_thread(self._fetched, reader.export, begin, end)
+            span = await self._waited_for(reader.export, partial(self._fetched, reader.export, begin, end))
             await self._target.run_step(partial(use, span))
         else:
             await self._target.run_step(partial(self._use_in_place, reader, begin, end, use))
+
+    async def _waited_for(self, way: PoolExport, work: Callable[[], R]) -> R:
+        return await asyncio.wrap_future(self._target.readers.threads.submit((self._peer, way.kind), work))
 
     def _fetched(self, way: PoolExport, begin: int, end: int) -> BlockSpan:
         """A copy, which stands until the next is fetched."""

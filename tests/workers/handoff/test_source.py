@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.workers.handoff.support import Pair, make_pair, random_mapper, request, until
+from tests.workers.handoff.support import ForgingPeer, Pair, make_pair, random_mapper, request, until
 from tests.workers.pool.support import SALT, random_kv
 from tests.workers.transports.owner import SECRET
 from tests.workers.transports.tap import Tap
@@ -18,6 +19,7 @@ from workers.api.schemas import PoolExport, TransferReply
 from workers.pool.segment import SHM
 from workers.pool.tickets import TicketOffice
 from workers.transports.lender import Lender
+from workers.transports.threads import THREADS_EACH
 
 NUM = 200
 
@@ -174,3 +176,39 @@ async def test_what_others_use_of_a_released_source_stays(pair: Pair) -> None:
         found = pair.source.gather(held.blocks, 0, NUM)
         assert torch.equal(found.keys[0], random_kv(0, NUM).keys[0])
     assert pair.source.stats.used_blocks == 0
+
+
+# -- a peer that does not answer ---------------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_does_not_answer_holds_up_nobody_elses_handoff(lending: Lending) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # a thread for all that has none of its own
+    pair, num_stuck = lending.pair, 2 * THREADS_EACH
+    long = pair.source_cache(NUM)
+    with Tap(lending.lender.export, stop={"to_reader": 3_000}) as tap:
+        silent = ForgingPeer(pair.office, exports=[tap.export])
+        stuck = [
+            asyncio.create_task(
+                pair.handoffs.transfer(
+                    request(long, source_worker="silent", num_tokens=32, native_head=head, deadline_ms=20_000),
+                    peer=silent,
+                )
+            )
+            for head in range(num_stuck)
+        ]
+        await until(lambda: silent.num_leased == num_stuck and len(tap.passed["to_reader"]) >= 3_000, "the stall")
+        reply = await pair.handoffs.transfer(request(long, num_tokens=64), peer=pair.office)
+        assert reply.transport == "shm" and not any(handoff.done() for handoff in stuck)
+        await asyncio.wait_for(asyncio.to_thread(lambda: None), 10)
+        for handoff in stuck:
+            handoff.cancel()
+        await asyncio.wait(stuck)
+
+
+async def test_a_pool_that_is_open_takes_no_thread(lending: Lending) -> None:
+    pair = lending.pair
+    ticket = pair.office.ticket(pair.source.lease(pair.source_cache(NUM).cache_id, SALT, ttl_s=60))
+    pair.target.readers.get("small-0", ticket.pool, ticket.layout)
+    pair.target.readers.threads.close()  # whoever wants one now is refused
+    await pair.handoffs.transfer(request(pair.source.peek(ticket.cache_id)), peer=pair.office)
+    assert lending.failures == []

@@ -193,7 +193,7 @@ def test_a_pool_of_another_shape_is_not_opened(
     export = ticket.pool.model_copy(update={k: v for k, v in wrong.items() if k == "num_blocks"})
     with pytest.raises(KvrelayError):
         readers.get("peer", export, ticket.layout)
-    assert readers.peers == []
+    assert readers.at_hand("peer", export, ticket.layout) is None
 
 
 def test_a_pool_of_another_epoch_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
@@ -235,7 +235,7 @@ def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwn
     restarted = OWNERS[ticket.pool.kind](ticket.pool.kind)
     again = restarted.ticket(8, seed=2)
     new = opened(readers, again)
-    assert new is not old and readers.peers == ["peer"]
+    assert new is not old and readers.at_hand("peer", again.pool, again.layout) is new
     assert_same(new.read(again.blocks, again.generations, 0, 8), random_kv(0, 8, seed=2))
     with pytest.raises(CacheStale, match="has been closed here"):
         old.read(ticket.blocks, ticket.generations, 0, 8)
@@ -244,12 +244,13 @@ def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwn
 
 def test_sweeping_closes_what_belongs_to_the_dead(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
     ticket = owner.ticket(8)
-    opened(readers, ticket)
+    reader = opened(readers, ticket)
     readers.sweep()
-    assert readers.peers == ["peer"]
+    assert opened(readers, ticket) is reader
     owner.close()
     readers.sweep()
-    assert readers.peers == []
+    with pytest.raises(CacheStale, match="has been closed here"):
+        reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
 def test_the_export_survives_the_wire(owner: LocalOwner | RemoteOwner) -> None:
