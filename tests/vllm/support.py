@@ -93,8 +93,8 @@ class Engine:
         self.worker.save(work)
         return self.worker.take_failed_blocks()
 
-    def settle(self, failed: set[int]) -> None:
-        self.scheduler.settled(failed, self.worker.take_saved())
+    def settle(self, failed: set[int]) -> list[Any]:
+        return self.scheduler.settled(failed, self.worker.take_saved())
 
     def ticket(self, model: str, token_ids: Sequence[int], seed: int = 0) -> tuple[Ticket, KVCache]:
         """A cache of `small` or of `large` itself, with random KV, and that."""

@@ -58,6 +58,11 @@ def test_failures_must_be_computed_again() -> None:
         MODEL.check(FULL, "fail")
 
 
+def test_steps_that_are_scheduled_ahead_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--no-async-scheduling"):
+        replace(MODEL, schedules_ahead=True).check(FULL, "recompute")
+
+
 def test_quantised_kv_is_refused() -> None:
     with pytest.raises(SettingsError, match="fp8_e5m2"):
         replace(MODEL, paged_dtype="fp8_e5m2").check(FULL, "recompute")

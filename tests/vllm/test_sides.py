@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from tests.workers.handoff.support import TARGET_LAYOUT, random_mapper
 from tests.workers.pool.support import OTHER_SALT, SALT, assert_same, random_kv
 from workers.api.errors import CacheStale
 from workers.api.schemas import Ticket
+from workers.engines.base import MIN_LOADED_TOKENS
 from workers.engines.vllm.moving import Sources, WorkerSide
 from workers.engines.vllm.params import TransferReport
-from workers.engines.vllm.plan import MIN_TOKENS
 from workers.engines.vllm.shards import heads_of
 from workers.engines.vllm.steps import Save, StepWork
 from workers.pool.arena import Arena
@@ -148,7 +148,7 @@ def test_a_ticket_that_may_not_serve_the_prompt_is_refused(vllm: Engine, spoil: 
     assert reason in (report_of(vllm, request).refused or "")
 
 
-@pytest.mark.parametrize("shared", [0, 1, MIN_TOKENS - 1])
+@pytest.mark.parametrize("shared", [0, 1, MIN_LOADED_TOKENS - 1])
 def test_a_few_tokens_in_common_are_no_match(vllm: Engine, shared: int) -> None:
     ticket, _ = vllm.ticket("large", IDS)
     request = Request("r", [*IDS[:shared], *range(200, 240)], params(ticket))
@@ -158,9 +158,11 @@ def test_a_few_tokens_in_common_are_no_match(vllm: Engine, shared: int) -> None:
 
 
 def test_what_is_loaded_has_a_salt_of_its_own(vllm: Engine) -> None:
-    def salt(cache: Ticket, own: str | None = None, **part: Any) -> str | None:
+    def salt(
+        cache: Ticket, own: str | None = None, prompt: Sequence[int] = PROMPT, **part: Any
+    ) -> str | None:
         load = [{"ticket": cache.model_dump()} | part]
-        request = Request("r", PROMPT, params(load=load), cache_salt=own)
+        request = Request("r", list(prompt), params(load=load), cache_salt=own)
         given = vllm.arrive(request)
         vllm.scheduler.finished("r", is_whole=False)
         return given
@@ -169,7 +171,8 @@ def test_what_is_loaded_has_a_salt_of_its_own(vllm: Engine) -> None:
     second, _ = vllm.ticket("small", IDS, seed=2)
     bundle = random_mapper().bundle_id
     found = [salt(first), salt(second), salt(first, "own"), salt(first, num_tokens=20), salt(first, mapper=bundle)]
-    assert None not in found and len(set(found)) == 5
+    found.append(salt(first, prompt=IDS))  # its last token is computed
+    assert None not in found and len(set(found)) == 6
     assert salt(first) == salt(first)
     assert vllm.arrive(Request("plain", PROMPT, None)) is None
     assert vllm.arrive(Request("publishing", PROMPT, params(publish=True))) is None
@@ -189,15 +192,15 @@ def test_a_load_that_fails_is_told_block_by_block_and_not_offered_again(vllm: En
     vllm.arrive(request)
     vllm.pools["small"].close()
     failed = vllm.step(request)
-    assert failed == set(vllm.blocks["r"][17 // PAGED_TOKENS : len(IDS) // PAGED_TOKENS])
-    vllm.settle(failed)
+    assert failed == set(vllm.blocks["r"][17 // PAGED_TOKENS :])  # what is computed behind it in this step as well
+    assert vllm.settle(failed) == [request]
     assert vllm.scheduler.matched("r", 0) == 0
     assert not vllm.step(request, num_computed=16)  # vLLM computes from the first block that is missing on
     vllm.settle(set())
     report = report_of(vllm, request)
     assert report.loaded_tokens == 16
     assert "read" in (report.refused or "")
-    assert report.ticket is not None and report.ticket.provenance != "exact"
+    assert report.ticket is not None and report.ticket.provenance == "exact"  # of the other part nothing was loaded
     assert_same(read(vllm.cache, vllm.blocks["r"], 16), own.slice(0, 16))
 
 
@@ -222,8 +225,46 @@ def test_a_source_that_changes_while_it_is_mapped_is_a_load_that_fails(vllm: Eng
     vllm.worker = WorkerSide(vllm.cache, [mapper], TARGET_LAYOUT)
     request = Request("r", PROMPT, params(head, source))
     vllm.arrive(request)
-    assert vllm.step(request) == set(vllm.blocks["r"][17 // PAGED_TOKENS : len(IDS) // PAGED_TOKENS])
+    assert vllm.step(request) == set(vllm.blocks["r"][17 // PAGED_TOKENS :])
     vllm.worker.close()
+
+
+@pytest.mark.parametrize(("lost", "provenance"), [(0, "exact"), (4, "exact"), (24, "mapped:")])
+def test_what_was_not_loaded_is_neither_told_nor_lent_as_loaded(vllm: Engine, lost: int, provenance: str) -> None:
+    """The head is this model's own, what follows is mapped; the workers fail from token `lost` on."""
+    head, _ = vllm.ticket("large", IDS[:HEAD], seed=1)
+    source, _ = vllm.ticket("small", IDS, seed=2)
+    request = Request("r", PROMPT, params(head, source, publish=True))
+    vllm.arrive(request)
+    vllm.step(request)
+    vllm.scheduler.settled(set(vllm.blocks["r"][lost // PAGED_TOKENS :]), {"r": False})
+    vllm.step(request, num_computed=lost)
+    vllm.settle(set())
+    report = report_of(vllm, request)
+    assert report.loaded_tokens == lost and report.refused
+    assert report.ticket is not None and report.ticket.provenance.startswith(provenance)
+
+
+def test_a_request_that_lost_its_source_tells_what_it_finds_when_it_begins_anew(vllm: Engine) -> None:
+    ticket, _ = vllm.ticket("large", IDS)
+    request = Request("r", PROMPT, params(ticket))
+    vllm.arrive(request)
+    vllm.step(request)
+    vllm.settle(set(vllm.blocks["r"][4:]))
+    vllm.step(request, num_computed=8)  # it was preempted, and of its loaded blocks two were still there
+    vllm.settle(set())
+    assert report_of(vllm, request).loaded_tokens == 8
+
+
+def test_blocks_that_may_turn_out_not_to_be_loaded_are_not_shared(vllm: Engine) -> None:
+    """vLLM finds blocks from the moment on that they are allocated. The salt is a request's own until they are full."""
+    ticket, _ = vllm.ticket("large", IDS)
+    first, second, third = (Request(name, PROMPT, params(ticket)) for name in "abc")
+    salt = vllm.arrive(first)
+    assert vllm.arrive(second) not in (salt, None)
+    vllm.step(first)
+    vllm.settle(set())
+    assert vllm.arrive(third) == salt
 
 
 def test_a_preempted_request_is_loaded_again(vllm: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.workers.server.support import (
 from tests.workers.server.test_mapped import HEAD, NUM, TAIL, replayed
 from workers.api.errors import CacheMismatch, InvalidRequest
 from workers.api.schemas import KVUsage, PrefillRequest
+from workers.engines.base import PoolPlace
+from workers.serving.paging import PooledKV
 
 PATIENCE_S = 120  # of a busy machine
 
@@ -117,6 +120,36 @@ async def test_small_on_transformers_large_on_vllm(
     assert content(native) == large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
     with pytest.raises(CacheMismatch):
         await large.chat(cache_id=cache_id, require_exact=True)
+
+
+async def test_a_mapped_cache_that_vllm_could_not_load_made_no_mapped_answer(
+    small_transformers: Served,
+    large: Served,
+    folder: Path,
+    small_folder: Path,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks are said to have been written since: what vLLM read instead is told, and kept, as read."""
+    cache_id, ids, place = await handed_over(small_transformers, large), large.prompt(), PooledKV.place.fget
+    assert place is not None
+    native = large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
+
+    def written_since(source: PooledKV) -> PoolPlace:
+        stale = place(source)
+        return replace(stale, generations=tuple(generation + 2 for generation in stale.generations))
+
+    with monkeypatch.context() as planted:
+        planted.setattr(PooledKV, "place", property(written_since))
+        reply = await large.chat(cache_id=cache_id, max_tokens=NUM)
+    told = usage(reply)
+    assert (told.path, told.provenance, told.mapped_tokens, told.cached_tokens) == ("prefill", "exact", 0, 0)
+    assert content(reply) == native
+    kept = await large.chat(cache_id=told.cache_id, max_tokens=NUM)
+    assert (usage(kept).path, content(kept)) == ("exact", native)
+    mapped = await large.chat(cache_id=cache_id, max_tokens=NUM)
+    assert usage(mapped).path == "mapped"
+    assert content(mapped) == large.text(replayed(folder, small_folder, bundle, ids, len(ids) - TAIL, NUM))
 
 
 async def test_small_on_vllm_large_on_transformers(folder: Path, small_folder: Path, bundle: Path) -> None:

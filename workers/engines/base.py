@@ -28,6 +28,8 @@ from workers.engines.compute import Compute
 from workers.engines.rates import RateMeter
 from workers.engines.tokenizer import Tokenizer
 
+MIN_LOADED_TOKENS = 16  # fewer are read: nearly all prompts share their first few tokens
+
 
 class KVSource(Protocol):
     """The KV of a sequence's first tokens, which stands in a pool and stays as it is until the sequence closes."""
@@ -96,6 +98,12 @@ class TokenSequence(ABC):
     def num_tokens(self) -> int:
         """Tokens whose KV stands in working memory."""
         return len(self.token_ids)
+
+    @property
+    @abstractmethod
+    def num_loaded(self) -> int:
+        """Tokens whose KV came from the source. After a `read` these are those that really did: an engine that could
+        not load all has read the rest. Later ones may make them fewer, never more."""
 
     @abstractmethod
     async def load(self, token_ids: Sequence[int], source: KVSource) -> None:

@@ -124,10 +124,14 @@ class ShmArena(Arena):
     kind = "shm"
 
     def __init__(self, layout: KVLayout, num_blocks: int, epoch: str, worker: str, directory: Path = SHM):
-        self._segment = Segment.create(worker, Header(num_blocks, block_bytes(layout), epoch), directory)
         self._host = host_id(directory)
-        data = segment_data(self._segment, layout)
-        super().__init__(layout, data, self._segment.generations, epoch)
+        self._segment = Segment.create(worker, Header(num_blocks, block_bytes(layout), epoch), directory)
+        try:
+            data = segment_data(self._segment, layout)
+            super().__init__(layout, data, self._segment.generations, epoch)
+        except BaseException:
+            self._segment.close()
+            raise
 
     def export(self) -> PoolExport:
         address: dict[str, str | int] = {"name": self._segment.name, "host": self._host}
@@ -168,13 +172,13 @@ def new_epoch() -> str:
     return secrets.token_hex(16)
 
 
-def num_blocks_in(budget_bytes: int, layout: KVLayout) -> int:
-    """How many blocks a byte budget pays for."""
+def num_blocks_in(budget_bytes: int, layout: KVLayout, budget: str = "pool_bytes") -> int:
+    """How many blocks a byte budget pays for; `budget` is what the user calls it."""
     num_blocks = budget_bytes // block_bytes(layout)
     if num_blocks < 1:
         raise InvalidRequest(
-            f"a pool of {budget_bytes} bytes holds no block; one block of this layout takes {block_bytes(layout)}",
-            param="pool_bytes",
+            f"{budget} is {budget_bytes}, which holds no block; one block of this layout takes {block_bytes(layout)}",
+            param=budget,
         )
     return num_blocks
 
@@ -188,9 +192,10 @@ def create_arena(
     epoch: str,
     directory: Path = SHM,
     device: str = "cuda",
+    budget: str = "pool_bytes",
 ) -> Arena:
-    """A new arena of the kind named: `shm`, `cuda_ipc` (on `device`) or `inproc`."""
-    num_blocks = num_blocks_in(budget_bytes, layout)
+    """A new arena of the kind named: `shm`, `cuda_ipc` (on `device`) or `inproc`. Errors as `num_blocks_in`."""
+    num_blocks = num_blocks_in(budget_bytes, layout, budget)
     if kind == HeapArena.kind:
         return HeapArena(layout, num_blocks, epoch)
     if kind == ShmArena.kind:

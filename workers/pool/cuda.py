@@ -114,6 +114,7 @@ class CudaArena(Arena):
         directory: Path = SHM,
         device: str = "cuda",
     ):
+        self._address: int | None = None
         self._runtime = CudaRuntime()
         index = torch.device(device).index
         self._device = torch.cuda.current_device() if index is None else index
@@ -121,14 +122,14 @@ class CudaArena(Arena):
         self._segment = Segment.create(worker, Header(num_blocks, 0, epoch), directory)
         try:
             with torch.cuda.device(self._device):
-                self._address: int | None = self._runtime.malloc(num_blocks * block_bytes(layout))
+                self._address = self._runtime.malloc(num_blocks * block_bytes(layout))
+            data = device_tensor(self._address, num_blocks, layout, self._device)
+            super().__init__(layout, data, self._segment.generations, epoch)
+            data.zero_()
+            self.synchronize()
         except BaseException:
-            self._segment.close()
+            self._give_back()
             raise
-        data = device_tensor(self._address, num_blocks, layout, self._device)
-        super().__init__(layout, data, self._segment.generations, epoch)
-        data.zero_()
-        self.synchronize()
 
     def export(self) -> PoolExport:
         assert self._address is not None, "a closed pool gives no tickets"
@@ -147,10 +148,14 @@ class CudaArena(Arena):
         if self._address is None:
             return
         torch.cuda.synchronize(self._device)
-        self._segment.close()
         self._let_go()
-        self._runtime.free(self._address)
-        self._address = None
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._segment.close()
+        if self._address is not None:
+            self._runtime.free(self._address)
+            self._address = None
 
 
 def _address(pointer: ctypes.c_void_p) -> int:

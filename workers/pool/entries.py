@@ -33,7 +33,7 @@ class CacheEntry:
 
     Tokens inside `mapped` (which may be empty) came from a mapper; those before it are exact, those after it were read
     over a mapped cache. Either of the latter makes the whole cache `mapped:<bundle id>`. `is_hybrid` tells that more
-    of it was left to native reading than its handoff was asked for.
+    of it was left to native reading than its handoff was asked for. `keys` name the full blocks of an exact one.
     """
 
     cache_id: str
@@ -46,6 +46,7 @@ class CacheEntry:
     provenance: Provenance = EXACT
     mapped: Span | None = None
     is_hybrid: bool = False
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
 
     @property
     def num_tokens(self) -> int:

@@ -29,12 +29,10 @@ Name = tuple[int, int]  # a block of the pool, and its generation
 
 @dataclass(frozen=True)
 class Kept:
-    """A cache's copy: slot i holds its block i. `keys` are its chain hashes, none if it is not exact. `copies` are the
-    (block, slot) pairs that were not here yet."""
+    """A cache's copy: slot i holds its block i. `copies` are the (block, slot) pairs that were not here yet."""
 
     entry: CacheEntry
     slots: tuple[int, ...]
-    keys: tuple[bytes, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
 
@@ -42,7 +40,7 @@ class HostTier:
     """Raises `InvalidRequest` for a budget that holds no block."""
 
     def __init__(self, layout: KVLayout, budget_bytes: int):
-        num_slots = num_blocks_in(budget_bytes, layout)
+        num_slots = num_blocks_in(budget_bytes, layout, "host_tier_bytes")
         self.data = torch.zeros((num_slots, *block_shape(layout)), dtype=torch_dtype(layout.dtype))
         self.num_slots = num_slots
         self._ledger = BlockLedger(num_slots)
@@ -61,7 +59,7 @@ class HostTier:
     def has_dirty(self) -> bool:
         return self._ledger.has_dirty
 
-    def admit(self, entry: CacheEntry, generations: Sequence[int], keys: Sequence[bytes]) -> Kept | None:
+    def admit(self, entry: CacheEntry, generations: Sequence[int]) -> Kept | None:
         """Room for a cache, at the cost of those used least recently; None if there cannot be enough. The caller makes
         the copies of all that were admitted, in order, before it calls `commit` or `abandon` for each."""
         names = tuple(zip(entry.blocks, generations, strict=True))
@@ -76,11 +74,11 @@ class HostTier:
         for name, slot in zip(missing, taken, strict=True):
             self._slot_of[name], self._name_of[slot] = slot, name
         copies = tuple((block, slots[block, generation]) for block, generation in missing)
-        return Kept(entry, tuple(slots[name] for name in names), tuple(keys), copies)
+        return Kept(entry, tuple(slots[name] for name in names), copies)
 
     def commit(self, kept: Kept) -> None:
         """Its copies are made: it can be found."""
-        for key in kept.keys:
+        for key in kept.entry.keys:
             self._by_key.setdefault(key, []).append(kept.entry.cache_id)
         self._kept[kept.entry.cache_id] = kept
         self._next_expiry = min(self._next_expiry, kept.entry.expires_at)
@@ -117,7 +115,7 @@ class HostTier:
         kept = self._kept.pop(cache_id, None)
         if kept is None:
             return None
-        for key in kept.keys:
+        for key in kept.entry.keys:
             self._by_key[key].remove(cache_id)
             if not self._by_key[key]:
                 del self._by_key[key]

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from mappers.cache import KVCache
 from workers.api.errors import BundleUnusable, CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
@@ -111,7 +111,7 @@ class Pool(PoolMemory):
 
     def match_prefix(self, token_ids: Sequence[int], salt: str) -> Hold:
         """The longest exact prefix of `token_ids` that this tenant's caches hold, in whole blocks; empty if none."""
-        keys = block_chain(token_ids, self._identity(salt, EXACT))
+        keys = self._keys(token_ids, salt)
         with self._changed:
             blocks = self._index.match(keys)
             self._ledger.share(blocks)
@@ -145,7 +145,7 @@ class Pool(PoolMemory):
         `BundleUnusable` where the provenance is barred, unless it is made to try it out."""
         self._check_put(blocks, token_ids, provenance, mapped)
         digest = token_digest(token_ids, salt)
-        keys = block_chain(token_ids, self._identity(salt, EXACT)) if provenance == EXACT else []
+        keys = self._keys(token_ids, salt) if provenance == EXACT else []
         now = self._clock()
         entry = CacheEntry(
             cache_id=new_cache_id(),
@@ -158,13 +158,14 @@ class Pool(PoolMemory):
             provenance=provenance,
             mapped=mapped,
             is_hybrid=is_hybrid,
+            keys=tuple(keys),
         )
         with self._changed:
             if provenance in self._barred and not even_barred:
                 raise BundleUnusable(f"what is {provenance} is not kept: that bundle is off")
             self._ledger.share(entry.blocks)
             self._entries[entry.cache_id] = entry
-            self._index.add(keys, entry.blocks, entry.cache_id)
+            self._index.add(entry.keys, entry.blocks, entry.cache_id)
             self._next_expiry = min(self._next_expiry, entry.expires_at)
         return entry
 
@@ -260,9 +261,10 @@ class Pool(PoolMemory):
         one named, or else the longest exact prefix. None if there is none, as in a pool without a second tier."""
         return None
 
-    def recall(self, cache_id: str) -> bool:
-        """Bring an evicted cache back; whether it stands here again. Copies: to be called off the event loop."""
-        return False
+    def recall(self, cache_id: str) -> Generator[None, None, None]:
+        """Bring an evicted cache back, a few blocks at a time: to be gone through off the event loop. Closed before its
+        end, it leaves everything as it was. What cannot come back does not."""
+        yield from ()
 
     def mapped(self) -> list[CacheEntry]:
         """The caches that are not exact, least recently used first."""
@@ -318,8 +320,9 @@ class Pool(PoolMemory):
         with self._changed:
             self._expire(self._clock() if now is None else now)
 
-    def _identity(self, salt: str, provenance: Provenance) -> KVIdentity:
-        return KVIdentity(salt, self.fingerprint, self.layout, provenance)
+    def _keys(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Of an exact cache's full blocks. Hashing takes long: to be called without the lock."""
+        return block_chain(token_ids, KVIdentity(salt, self.fingerprint, self.layout, EXACT))
 
     # -- inside, with the lock held ---------------------------------------------------------------------------------
 

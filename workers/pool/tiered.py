@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from workers.api.errors import PoolFull
 from workers.api.schemas import Provenance
-from workers.digest import block_chain
 from workers.pool.arena import Arena
-from workers.pool.entries import EXACT, CacheEntry, Hold, PoolStats
+from workers.pool.entries import CacheEntry, Hold, PoolStats
 from workers.pool.evict import choose_victims
 from workers.pool.host_tier import HostTier, Kept
 from workers.pool.pool import CLEAR_BATCH, Pool, is_beginning
+
+RECALL_BYTES = 2**23  # copied back in one step: a few milliseconds, for which others wait
 
 
 class TieredPool(Pool):
@@ -29,6 +30,7 @@ class TieredPool(Pool):
         self._tier = HostTier(arena.layout, tier_bytes)  # the base starts the thread that clears it
         self._spilling = threading.Lock()  # one copies down at a time
         self._num_recalls = 0
+        self._recalled_at_once = max(1, RECALL_BYTES // arena.block_bytes)
         super().__init__(arena, fingerprint, **more)
 
     @property
@@ -71,24 +73,24 @@ class TieredPool(Pool):
             return num_replaced + (len(below) if num_replaced else 0)
 
     def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
+        keys = self._keys(token_ids, salt) if cache_id is None else []
         with self._changed:
             self._expire(self._clock())
             if cache_id is not None:
                 entry = self._tier.find(cache_id)
                 return cache_id if entry and secrets.compare_digest(entry.tenant_salt, salt) else None
-            keys = block_chain(token_ids, self._identity(salt, EXACT))
             found = self._tier.longest(keys)
             return found[0] if found and found[1] > len(self._index.match(keys)) else None
 
-    def recall(self, cache_id: str) -> bool:
+    def recall(self, cache_id: str) -> Generator[None, None, None]:
         with self._changed:
             kept = self._tier.begin_recall(cache_id)
         if kept is None:
-            return False
+            return
         try:
-            return self._copy_up(kept)
+            yield from self._copy_up(kept)
         except PoolFull:
-            return False
+            pass  # it stays where it is
         finally:
             with self._changed:
                 self._tier.end_recall(kept)
@@ -116,14 +118,11 @@ class TieredPool(Pool):
         self._expire(self._clock())
         needed = num_blocks - self._ledger.num_free
         victims = choose_victims(self._entries.values(), self._ledger.users, needed) if needed > 0 else None
-        going = [kept for entry in victims or () if (kept := self._admit(entry))]
+        admitted = (self._tier.admit(entry, self.arena.generations_of(entry.blocks)) for entry in victims or ())
+        going = [kept for kept in admitted if kept]
         for kept in going:
             self._ledger.share(kept.entry.blocks)
         return going
-
-    def _admit(self, entry: CacheEntry) -> Kept | None:
-        keys = block_chain(entry.token_ids, self._identity(entry.tenant_salt, EXACT)) if entry.is_exact else []
-        return self._tier.admit(entry, self.arena.generations_of(entry.blocks), keys)
 
     def _copy_down(self, kept: Kept) -> None:
         for block, slot in kept.copies:
@@ -141,7 +140,7 @@ class TieredPool(Pool):
 
     # -- up ---------------------------------------------------------------------------------------------------------
 
-    def _copy_up(self, kept: Kept) -> bool:
+    def _copy_up(self, kept: Kept) -> Iterator[None]:
         """What of an exact cache stands in the pool is shared, the rest copied."""
         entry = kept.entry
         token_ids = entry.token_ids if entry.is_exact else ()
@@ -150,24 +149,26 @@ class TieredPool(Pool):
             self.allocate(needed := len(kept.slots) - len(prefix.blocks), overwritten=needed) as fresh,
         ):
             with self.arena.writing(fresh.blocks):
-                for block, slot in zip(fresh.blocks, kept.slots[len(prefix.blocks) :], strict=True):
-                    self.arena.data[block].copy_(self._tier.data[slot])
-            return self._stand_again(kept, prefix.blocks + fresh.blocks)
+                pairs = list(zip(fresh.blocks, kept.slots[len(prefix.blocks) :], strict=True))
+                for at in range(0, len(pairs), self._recalled_at_once):
+                    for block, slot in pairs[at : at + self._recalled_at_once]:
+                        self.arena.data[block].copy_(self._tier.data[slot])
+                    yield
+            self._stand_again(kept, prefix.blocks + fresh.blocks)
 
-    def _stand_again(self, kept: Kept, blocks: tuple[int, ...]) -> bool:
+    def _stand_again(self, kept: Kept, blocks: tuple[int, ...]) -> None:
         """Under its old id, unless it was dropped or expired meanwhile."""
         with self._changed:
             self._expire(self._clock())
             entry = self._tier.forget(kept.entry.cache_id)
             if entry is None:
-                return False
+                return
             entry = replace(entry, blocks=blocks)
             self._ledger.share(blocks)
             self._entries[entry.cache_id] = entry
-            self._index.add(kept.keys, blocks, entry.cache_id)
+            self._index.add(entry.keys, blocks, entry.cache_id)
             self._next_expiry = min(self._next_expiry, entry.expires_at)
             self._num_recalls += 1
-            return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from starlette.responses import Response
 from workers.api.schemas import CacheId, CacheInfo, LeaseRequest, PrefillRequest, TransferRequest
 from workers.routes.hangup import until_hang_up
 from workers.routes.replies import json_reply
-from workers.serving.recall import recall_cache
 from workers.serving.worker import Worker
 
 router = APIRouter(prefix="/v1")
@@ -33,7 +32,7 @@ async def transfer(body: TransferRequest, request: Request) -> Response:
 @router.post("/cache/{cache_id}/lease")
 async def lease(cache_id: CacheId, body: LeaseRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
-    await recall_cache(worker.engine, worker.pool, cache_id, body.tenant_salt)
+    await worker.recalls.for_lease(cache_id, body.tenant_salt)
     granted = worker.pool.lease(cache_id, body.tenant_salt, ttl_s=body.ttl_s)
     return json_reply(worker.tickets.ticket(granted))
 

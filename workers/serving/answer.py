@@ -28,7 +28,7 @@ from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.serving.paging import page_in, page_out
 from workers.serving.probe import Agreement, probe_agreement
-from workers.serving.recall import recall_for
+from workers.serving.recall import Recalls
 from workers.serving.reuse import Reuse, reuse_of
 from workers.serving.shadow import Served, Shadow
 from workers.serving.text import TextWriter
@@ -75,26 +75,31 @@ class Piece:
 class Answerer:
     """Answers jobs with one engine, over one pool."""
 
-    def __init__(self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses, shadow: Shadow):
+    def __init__(
+        self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses, shadow: Shadow, recalls: Recalls
+    ):
         self.uses = uses
         self.shadow = shadow
         self.engine = engine
         self.pool = pool
         self.metrics = metrics
+        self.recalls = recalls
 
     @asynccontextmanager
     async def open(self, job: AnswerJob) -> AsyncIterator[Answer]:
         """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
         token_ids = job.prompt.token_ids
         capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
-        await recall_for(self.engine, self.pool, token_ids, job.salt, job.params, priority=job.priority)
+        await self.recalls.for_prompt(
+            token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline
+        )
         with reuse_of(self.pool, token_ids, job.salt, job.params) as reuse:
             async with (
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,
                 self.engine.sequence(claim, capacity) as sequence,
             ):
                 job.course.phase, began = PREFILL, time.monotonic()
-                await page_in(self.pool, sequence, token_ids, reuse)
+                reuse = await page_in(self.pool, sequence, token_ids, reuse)
                 prefill_s = time.monotonic() - began
                 self._count_prompt(len(token_ids), reuse, prefill_s)
                 job.course.phase = DECODE
@@ -121,10 +126,10 @@ class Answer:
         prefill_s: float,
     ):
         self.job = job
-        self.reuse = reuse
         self.num_written = 0
         self.finish_reason: Literal["stop", "length"] = "length"
         self._answerer = answerer
+        self._reuse = reuse
         self._claim = claim
         self._sequence = sequence
         self._prefill_s = prefill_s
@@ -134,6 +139,11 @@ class Answer:
     @property
     def num_prompt(self) -> int:
         return len(self.job.prompt.token_ids)
+
+    @property
+    def reuse(self) -> Reuse:
+        """What the prompt was read from, as far as the engine could load it by now."""
+        return self._reuse.cut(self._sequence.num_loaded)
 
     @property
     def usage(self) -> KVUsage:

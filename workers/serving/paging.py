@@ -33,10 +33,12 @@ class PooledKV:
         return PoolPlace(self.pool.export(), self.pool.layout, used, generations)
 
 
-async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
-    """Fill an empty sequence with a prompt: what is reused out of the pool, the rest read natively."""
+async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> Reuse:
+    """Fill an empty sequence with a prompt: what is reused out of the pool, the rest read natively. What was reused in
+    truth, which is less where it could not be loaded."""
     await load_reused(pool, sequence, token_ids, reuse)
     await sequence.read(token_ids[reuse.num_tokens :])
+    return reuse.cut(sequence.num_loaded)
 
 
 async def load_reused(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> None:
@@ -54,6 +56,7 @@ async def page_out(
     now, and what `TokenSequence.fetch` raises.
     """
     await sequence.fetch(reuse.num_tokens)
+    reuse = reuse.cut(sequence.num_loaded)
     return await engine.compute.run(
         partial(store, pool, sequence, reuse, salt=salt, ttl_s=ttl_s), priority=claim.priority
     )

@@ -15,7 +15,7 @@ from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.serving.paging import page_in, page_out
 from workers.serving.prompts import PromptReader
-from workers.serving.recall import recall_for
+from workers.serving.recall import Recalls
 from workers.serving.reuse import reuse_of
 from workers.sharing import SharedWork
 
@@ -32,11 +32,20 @@ class _Done:
 class Prefiller:
     """Reads prefixes into the pool. The same prefix asked for twice at once is read once."""
 
-    def __init__(self, engine: Engine, pool: Pool, prompts: PromptReader, metrics: WorkerMetrics, max_jobs: int):
+    def __init__(
+        self,
+        engine: Engine,
+        pool: Pool,
+        prompts: PromptReader,
+        metrics: WorkerMetrics,
+        recalls: Recalls,
+        max_jobs: int,
+    ):
         self._engine = engine
         self._pool = pool
         self._prompts = prompts
         self._metrics = metrics
+        self._recalls = recalls
         self._work: SharedWork[_Done] = SharedWork(max_jobs=max_jobs)
 
     async def aclose(self) -> None:
@@ -71,11 +80,11 @@ class Prefiller:
 
     async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
         params = KVTransferParams()
-        await recall_for(self._engine, self._pool, token_ids, salt, params)
+        await self._recalls.for_prompt(token_ids, salt, params)
         with reuse_of(self._pool, token_ids, salt, params) as reuse:
             async with self._engine.admit() as claim, self._engine.sequence(claim, len(token_ids)) as sequence:
                 began = time.monotonic()
-                await page_in(self._pool, sequence, token_ids, reuse)
+                reuse = await page_in(self._pool, sequence, token_ids, reuse)
                 prefill_s = time.monotonic() - began
                 entry = await page_out(self._engine, self._pool, claim, sequence, reuse, salt=salt, ttl_s=ttl_s)
         self._metrics.prefill.observe(prefill_s)

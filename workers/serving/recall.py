@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from functools import partial
 
+from workers.api.errors import Overloaded
 from workers.api.schemas import KVTransferParams
+from workers.engines.admission import Admission
 from workers.engines.base import Engine
 from workers.pool.pool import Pool
 
-
-async def recall_for(
-    engine: Engine, pool: Pool, token_ids: Sequence[int], salt: str, params: KVTransferParams, *, priority: int = 0
-) -> None:
-    """What `reuse_of` would look for in vain, if the pool has it elsewhere."""
-    if params.cache_id is not None or params.reuse:
-        await _recall(engine, pool, pool.evicted(token_ids, salt, params.cache_id), priority)
+LEASE_PATIENCE_S = 2.0  # whoever asks for a lease has a prompt that can be read instead
+_END = object()
 
 
-async def recall_cache(engine: Engine, pool: Pool, cache_id: str, salt: str, *, priority: int = 0) -> None:
-    """One cache, for a lease."""
-    await _recall(engine, pool, pool.evicted((), salt, cache_id), priority)
+class Recalls:
+    """One cache comes back at a time, by short steps on the compute thread. What would wait too long, or behind too
+    many, does not come back: it is a cache that is not here, and its request does without."""
 
+    def __init__(self, engine: Engine, pool: Pool, *, max_waiting: int):
+        self._engine = engine
+        self._pool = pool
+        self._queue = Admission(max_running=1, max_waiting=max_waiting)
 
-async def _recall(engine: Engine, pool: Pool, cache_id: str | None, priority: int) -> None:
-    if cache_id is not None:
-        await engine.compute.run(partial(pool.recall, cache_id), priority=priority)
+    async def for_prompt(
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        params: KVTransferParams,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """What `reuse_of` would look for in vain, if the pool has it elsewhere."""
+        if params.cache_id is not None or params.reuse:
+            await self._recall(self._pool.evicted(token_ids, salt, params.cache_id), priority, deadline)
+
+    async def for_lease(self, cache_id: str, salt: str) -> None:
+        await self._recall(self._pool.evicted((), salt, cache_id), 0, time.monotonic() + LEASE_PATIENCE_S)
+
+    async def _recall(self, cache_id: str | None, priority: int, deadline: float | None) -> None:
+        if cache_id is None:
+            return
+        within_s = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(within_s), self._queue.admit(priority=priority):
+                await self._bring_back(cache_id, priority)
+        except (Overloaded, TimeoutError):
+            pass
+
+    async def _bring_back(self, cache_id: str, priority: int) -> None:
+        steps = self._pool.recall(cache_id)
+        try:
+            while await self._engine.compute.run(partial(next, steps, _END), priority=priority) is not _END:
+                pass
+        finally:
+            steps.close()

@@ -5,6 +5,7 @@
 
 With a cache id, that cache and no other is used, up to the longest common token prefix with this very prompt. Without,
 the longest exact prefix is found by its tokens; nothing that came from a mapper, or was read over such, is found so.
+Fewer than `MIN_LOADED_TOKENS` are not used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from workers.api.errors import CacheMismatch
 from workers.api.schemas import KVTransferParams, Path
+from workers.engines.base import MIN_LOADED_TOKENS
 from workers.pool.entries import EXACT, Hold
 from workers.pool.pool import Pool
 
@@ -53,6 +55,10 @@ class Reuse:
             return "exact"
         return "hybrid" if entry.is_hybrid else "mapped"
 
+    def cut(self, num_tokens: int) -> Reuse:
+        """What is left of it where no more than so many tokens were used."""
+        return self if num_tokens >= self.num_tokens else _from(self.hold, num_tokens)
+
 
 @contextmanager
 def reuse_of(pool: Pool, token_ids: Sequence[int], salt: str, params: KVTransferParams) -> Iterator[Reuse]:
@@ -63,12 +69,16 @@ def reuse_of(pool: Pool, token_ids: Sequence[int], salt: str, params: KVTransfer
     limit = min(len(token_ids) - 1, params.num_tokens or len(token_ids))
     if params.cache_id is not None:
         with pool.hold(params.cache_id, salt, require_exact=params.require_exact) as hold:
-            yield Reuse(hold, _usable(hold, token_ids, limit))
+            yield _from(hold, _usable(hold, token_ids, limit))
     elif params.reuse:
         with pool.match_prefix(token_ids[:limit], salt) as hold:
-            yield Reuse(hold, hold.num_tokens)
+            yield _from(hold, hold.num_tokens)
     else:
         yield Reuse()
+
+
+def _from(hold: Hold | None, num_tokens: int) -> Reuse:
+    return Reuse(hold, num_tokens) if num_tokens >= MIN_LOADED_TOKENS else Reuse()
 
 
 def _usable(hold: Hold, token_ids: Sequence[int], limit: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 import structlog
@@ -26,6 +27,7 @@ from workers.pool.tiered import TieredPool
 from workers.serving.answer import Answerer
 from workers.serving.prefill import Prefiller
 from workers.serving.prompts import PromptReader
+from workers.serving.recall import Recalls
 from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
 from workers.serving.upgrade import Upgrader
@@ -63,8 +65,9 @@ class Worker:
         self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
         self.shadow = Shadow(engine, pool, bundles, self.transfers, self.metrics, settings.shadow_idle_s)
-        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow)
-        self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, max_jobs=max_at_once)
+        self.recalls = Recalls(engine, pool, max_waiting=max_at_once)
+        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow, self.recalls)
+        self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, self.recalls, max_jobs=max_at_once)
         self.tickets = TicketOffice(pool, engine.model.name, (lender.export,) if lender else ())
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
@@ -165,12 +168,12 @@ def build_worker(
         epoch=new_epoch(),
         device=settings.device,
     )
-    pool = _pool(settings, arena, engine.model.fingerprint)
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(arena.close)
+        pool = _pool(settings, arena, engine.model.fingerprint)
+        on_failure.callback(pool.close)
         lender = _lender(settings, arena, secret)
-    except SettingsError:
-        pool.close()
-        raise
+        on_failure.pop_all()
     return Worker(
         settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret)), secret, lender
     )

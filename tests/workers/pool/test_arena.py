@@ -18,6 +18,8 @@ import torch
 
 from tests.workers.pool.support import HOST_KINDS, LAYOUT, make_arena
 from workers.api.errors import CacheStale, InvalidRequest, TransferFailed
+from workers.api.schemas import KVLayout
+from workers.pool import arena as arena_module
 from workers.pool.arena import Arena, create_arena, new_epoch
 from workers.pool.blocks import block_bytes
 from workers.pool.segment import Header, PoolMemoryError, Segment, reclaim_dead_segments
@@ -62,6 +64,16 @@ def test_a_closed_arena_shows_every_block_as_being_written(kind: str, tmp_path: 
     arena.close()
     arena.close()
     assert (generations & 1).all()
+
+
+def test_an_arena_that_fails_in_the_making_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(segment: Segment, layout: KVLayout) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(arena_module, "segment_data", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        make_arena("shm", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_budget_buys_whole_blocks(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,12 @@ from tests.workers.pool.support import (
 )
 from tests.workers.pool.test_pool_model import PoolModel, content
 from workers.api.errors import CacheNotFound, InvalidRequest, PoolFull
+from workers.digest import KVIdentity, block_chain
+from workers.pool import pool as pool_module
+from workers.pool import tiered
 from workers.pool.arena import Arena
 from workers.pool.blocks import block_bytes
-from workers.pool.entries import CacheEntry, Span
+from workers.pool.entries import CacheEntry, PoolStats, Span
 from workers.pool.tiered import TieredPool
 
 torch.set_num_threads(1)
@@ -59,6 +63,14 @@ def store(pool: TieredPool, num_tokens: int, first: int = 0, *, ttl_s: float = 6
     return pool.store(range(first, first + num_tokens), random_kv(0, num_tokens, first), salt, ttl_s=ttl_s)
 
 
+def recalled(pool: TieredPool, entry: CacheEntry) -> bool:
+    """Whether it came back."""
+    before = pool.stats.num_recalls
+    for _ in pool.recall(entry.cache_id):
+        pass
+    return pool.stats.num_recalls > before
+
+
 def assert_stands(pool: TieredPool, entry: CacheEntry, seed: int) -> None:
     with pool.hold(entry.cache_id, SALT) as held:
         assert_same(pool.gather(held.blocks, 0, entry.num_tokens), random_kv(0, entry.num_tokens, seed))
@@ -75,7 +87,7 @@ def test_what_was_evicted_comes_back_as_it_was(make: Make) -> None:
     one, two = store(pool, 14, first=100), store(pool, 14, first=200)
     assert_gone(pool, one)
     assert pool.evicted((), SALT, one.cache_id) == one.cache_id
-    assert pool.recall(one.cache_id)
+    assert recalled(pool, one)
     assert_stands(pool, one, seed=100)
     again = pool.get(one.cache_id, SALT)
     assert (again.digest, again.expires_at, again.token_ids) == (one.digest, one.expires_at, one.token_ids)
@@ -89,7 +101,7 @@ def test_a_longer_prefix_in_the_second_tier_is_told_and_found_again(make: Make) 
     store(pool, 14, first=200)
     asked = [*range(13), 77, 78]
     assert not pool.match_prefix(asked, SALT).blocks
-    assert pool.evicted(asked, SALT) == one.cache_id and pool.recall(one.cache_id)
+    assert pool.evicted(asked, SALT) == one.cache_id and recalled(pool, one)
     with pool.match_prefix(asked, SALT) as found:
         assert_same(pool.gather(found.blocks, 0, 12), random_kv(0, 14).slice(0, 12))
     assert pool.evicted(asked, SALT) is None  # nothing better is away
@@ -103,7 +115,7 @@ def test_no_other_tenants_and_nothing_mapped_is_offered_for_its_tokens(make: Mak
     store(pool, 14, first=300)
     assert pool.evicted(range(14), SALT) is None
     assert pool.evicted((), OTHER_SALT, mapped.cache_id) is None
-    assert pool.evicted((), SALT, mapped.cache_id) == mapped.cache_id and pool.recall(mapped.cache_id)
+    assert pool.evicted((), SALT, mapped.cache_id) == mapped.cache_id and recalled(pool, mapped)
     assert pool.get(mapped.cache_id, SALT).mapped == Span(4, 14)
     assert not pool.match_prefix(range(14), SALT).blocks
 
@@ -120,8 +132,8 @@ def test_what_a_bundle_made_is_forgotten_in_both_tiers(make: Make) -> None:
     pool.bar("mapped:bad")
     for gone in (away, here):
         assert_gone(pool, gone)
-        assert not pool.recall(gone.cache_id)
-    assert pool.get(other_here.cache_id, SALT) and pool.recall(other_away.cache_id)
+        assert not recalled(pool, gone)
+    assert pool.get(other_here.cache_id, SALT) and recalled(pool, other_away)
 
 
 def test_what_was_deleted_or_has_expired_does_not_come_back(make: Make, clock: ManualClock) -> None:
@@ -132,7 +144,7 @@ def test_what_was_deleted_or_has_expired_does_not_come_back(make: Make, clock: M
     clock.now += 6
     for entry in (dropped, expired):
         assert pool.evicted((), SALT, entry.cache_id) is None
-        assert not pool.recall(entry.cache_id)
+        assert not recalled(pool, entry)
         assert_gone(pool, entry)
     with pytest.raises(CacheNotFound):
         pool.discard(dropped.cache_id)
@@ -158,7 +170,7 @@ def test_blocks_that_two_caches_share_are_kept_once(make: Make) -> None:
         two = pool.store([*range(16), 1, 2], random_kv(16, 18, 5), SALT, ttl_s=600, prefix=held)
     store(pool, 24, first=500)
     assert pool.stats.tier_used_blocks == 5  # not 4 + 5
-    assert pool.recall(two.cache_id) and pool.recall(one.cache_id)
+    assert recalled(pool, two) and recalled(pool, one)
     assert pool.get(two.cache_id, SALT).blocks[:4] == pool.get(one.cache_id, SALT).blocks
     assert_stands(pool, one, seed=0)
 
@@ -167,7 +179,7 @@ def test_caches_that_change_places_in_a_small_tier_do_not_push_out_the_one_that_
     pool = make(num_blocks=4, num_slots=4)
     one = store(pool, 16, first=100)
     store(pool, 16, first=200)
-    assert pool.recall(one.cache_id)
+    assert recalled(pool, one)
     assert_stands(pool, one, seed=100)
 
 
@@ -175,11 +187,41 @@ def test_a_pool_in_use_takes_nothing_back(make: Make) -> None:
     pool = make()
     one = store(pool, 14)
     with pool.allocate(4):
-        assert not pool.recall(one.cache_id)
+        assert not recalled(pool, one)
         with pytest.raises(PoolFull):
             pool.allocate(1)
-    assert pool.recall(one.cache_id)
+    assert recalled(pool, one)
     assert_stands(pool, one, seed=0)
+
+
+def test_a_recall_that_is_given_up_leaves_everything_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "RECALL_BYTES", BLOCK)
+    pool = make()
+    one, _ = store(pool, 14, first=100), store(pool, 14, first=200)
+    steps = pool.recall(one.cache_id)
+    next(steps)
+    assert not recalled(pool, one)  # it is on its way
+    steps.close()
+    assert pool.evicted((), SALT, one.cache_id) == one.cache_id
+    assert recalled(pool, one)
+    assert_stands(pool, one, seed=100)
+
+
+def test_nothing_is_hashed_while_others_wait_for_the_pool(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make()
+    store(pool, 14, first=100)
+
+    def hashed(token_ids: Sequence[int], identity: KVIdentity) -> list[bytes]:
+        seen: list[PoolStats] = []
+        looking = threading.Thread(target=lambda: seen.append(pool.stats))
+        looking.start()
+        looking.join(5)
+        assert seen, "the pool is locked"
+        return block_chain(token_ids, identity)
+
+    monkeypatch.setattr(pool_module, "block_chain", hashed)
+    store(pool, 14, first=200)  # the first one goes down
+    assert pool.evicted(range(100, 114), SALT) is not None
 
 
 def test_an_exact_cache_takes_the_place_of_mapped_ones_there_too(make: Make) -> None:
@@ -199,7 +241,7 @@ def test_an_exact_cache_takes_the_place_of_mapped_ones_there_too(make: Make) -> 
 
 def test_a_budget_without_a_block_is_refused(tmp_path: Path) -> None:
     arena = make_arena("inproc", tmp_path)
-    with pytest.raises(InvalidRequest, match="holds no block"):
+    with pytest.raises(InvalidRequest, match=f"host_tier_bytes is {BLOCK - 1}, which holds no block"):
         TieredPool(arena, FINGERPRINT, tier_bytes=BLOCK - 1)
     arena.close()
 
@@ -232,7 +274,7 @@ class TieredModel(PoolModel):
         self.expire()
         cache_id = self.pick(data, self.away)
         old, pattern = self.away.pop(cache_id)
-        is_back = self.pool.recall(cache_id)
+        is_back = recalled(self.pool, old)
         self.forget_evicted()
         if not is_back:
             return

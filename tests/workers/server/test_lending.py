@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.workers.server.support import SALT, Served, serving, transfer_request
-from workers.api.errors import CacheNotFound
-from workers.api.schemas import LeaseRequest, PrefillReply, PrefillRequest
+from workers.api.errors import CacheNotFound, InvalidRequest
+from workers.api.schemas import KVTransferParams, LeaseRequest, PrefillReply, PrefillRequest
 from workers.pool.segment import SHM
+from workers.serving.recall import Recalls
 from workers.settings import SettingsError, TcpSettings
 from workers.transports import choose
 
@@ -79,6 +84,31 @@ async def test_what_was_evicted_serves_its_next_request_its_lease_and_its_deleti
     with pytest.raises(CacheNotFound):
         await small.client.lease(other.cache_id, LEASE, timeout_s=5)
     await small.client.drop(third.cache_id)
+
+
+async def test_a_second_tier_that_holds_no_block_is_told_and_leaves_nothing(small_folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"host_tier_bytes is {BLOCK_BYTES - 1}, which holds no block"):
+        async with serving(small_folder, id="lending-3", host_tier_bytes=BLOCK_BYTES - 1):
+            pass
+    assert not list(SHM.glob("*lending-3*"))
+
+
+async def test_a_cache_that_would_come_back_too_late_or_behind_too_many_does_not(small: Served) -> None:
+    away = (await prefill(small, 3)).cache_id
+    await prefill(small, 2)
+    engine, pool = small.worker.engine, small.worker.pool
+    recalls, go_on = Recalls(engine, pool, max_waiting=1), threading.Event()
+    ask = partial(recalls.for_prompt, (), SALT, KVTransferParams(cache_id=away))
+    busy = engine.compute.submit(lambda: go_on.wait(10))
+    first = asyncio.create_task(ask())
+    late = asyncio.create_task(ask(deadline=time.monotonic() + 0.2))
+    await asyncio.sleep(0)
+    await ask()  # at once
+    await late
+    assert not first.done() and pool.evicted((), SALT, away)
+    go_on.set()
+    await first
+    assert busy.result() and pool.peek(away).cache_id == away
 
 
 async def test_a_port_that_is_taken_is_told_and_leaves_nothing(small: Served, small_folder: Path) -> None:

@@ -105,6 +105,11 @@ class TransformersSequence(TokenSequence):
             rooms=engine.rooms,
         )
         self._logits: Tensor | None = None  # (vocab,), of the token read last
+        self._num_loaded = 0
+
+    @property
+    def num_loaded(self) -> int:
+        return self._num_loaded
 
     async def load(self, token_ids: Sequence[int], source: KVSource) -> None:
         if self.num_tokens:
@@ -113,6 +118,7 @@ class TransformersSequence(TokenSequence):
         await self._step(lambda: source(self.memory.kv(0, len(token_ids))))
         self.memory.resize(len(token_ids))
         self.token_ids.extend(token_ids)
+        self._num_loaded = len(token_ids)
 
     async def read(self, token_ids: Sequence[int]) -> None:
         for chunk in _chunks(token_ids):
@@ -143,6 +149,7 @@ class TransformersSequence(TokenSequence):
     def truncate(self, num_tokens: int) -> None:
         self.memory.resize(num_tokens)
         del self.token_ids[num_tokens:]
+        self._num_loaded = min(self._num_loaded, num_tokens)
         self._logits = None
 
     def kv(self, begin: int, end: int) -> KVCache:

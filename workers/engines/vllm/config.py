@@ -72,6 +72,7 @@ class EngineModel:
     paged_block_tokens: int
     paged_dtype: str
     device: str
+    schedules_ahead: bool = False
 
     @staticmethod
     def of(vllm_config: Any, settings: ConnectorSettings) -> EngineModel:
@@ -94,6 +95,7 @@ class EngineModel:
                 paged_block_tokens=vllm_config.cache_config.block_size,
                 paged_dtype=str(vllm_config.cache_config.cache_dtype),
                 device=str(vllm_config.device_config.device_type),
+                schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling),
             )
         except (MapperError, KvrelayError) as error:
             raise SettingsError(f"kvrelay's connector cannot serve {model.model!r}: {error}") from error
@@ -104,6 +106,11 @@ class EngineModel:
             raise SettingsError(
                 f"kv_load_failure_policy is {load_failure_policy!r}; it must be 'recompute', or a source that cannot "
                 "be read becomes an error of the request"
+            )
+        if self.schedules_ahead:
+            raise SettingsError(
+                "vLLM schedules asynchronously; it must not (--no-async-scheduling), or what a step has made over a "
+                "source that could not be read goes into the answer"
             )
         if self.paged_dtype not in ("auto", self.layout.dtype):
             raise SettingsError(f"vLLM keeps KV as {self.paged_dtype}; kvrelay moves it as {self.layout.dtype} only")

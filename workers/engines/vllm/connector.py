@@ -11,6 +11,7 @@ Loading is synchronous: it is done before the forward pass of the step that need
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,9 +84,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         salt = self.scheduler.arrived(request)
         if salt is not None:
-            request.cache_salt = salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
+            _keep_under(request, salt)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self.scheduler.matched(request.request_id, num_computed_tokens), False
@@ -105,7 +104,10 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         saved = told.saved if isinstance(told, SavedMetadata) else {}
-        self.scheduler.settled(connector_output.invalid_block_ids or set(), saved)
+        failed = connector_output.invalid_block_ids or set()
+        self._kv_cache_manager.evict_blocks(failed)
+        for request in self.scheduler.settled(failed, saved):
+            _keep_under(request, secrets.token_hex(32))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.finished(request.request_id, is_whole=request.status in WHOLE)
@@ -152,6 +154,13 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if layer.device.type != "cpu":
             return CudaLayout()
         return CpuLayout(partial(_write_rows, module), layer.shape[2], layer.shape[3] // 2, layer.dtype)
+
+
+def _keep_under(request: Any, salt: str) -> None:
+    """Have vLLM keep what it has not kept of this request yet under that salt."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def _write_rows(

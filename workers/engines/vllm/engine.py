@@ -5,6 +5,8 @@
     generate            a request over everything so far; what was read is found in vLLM's cache
     fetch               a request that has the connector publish the prompt; the published copy is read back
 
+Each reply tells how much was loaded in truth. What vLLM had to read itself is not loaded by later requests either.
+
 Each sequence has a salt of its own in vLLM's prefix cache: sequences share nothing there, and whatever was loaded is
 found by its own sequence only. What requests share, they share through the worker's pool.
 """
@@ -12,6 +14,7 @@ found by its own sequence only. What requests share, they share through the work
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import signal
 import time
@@ -30,13 +33,24 @@ from workers.api.errors import CacheStale, DeadlineExceeded, Overloaded, WorkerU
 from workers.api.schemas import Ticket
 from workers.digest import token_digest
 from workers.engines.admission import Admission, Claim
-from workers.engines.base import Engine, KVSource, ModelInfo, PoolPlace, Sampling, Token, TokenSequence
+from workers.engines.base import (
+    MIN_LOADED_TOKENS,
+    Engine,
+    KVSource,
+    ModelInfo,
+    PoolPlace,
+    Sampling,
+    Token,
+    TokenSequence,
+)
 from workers.engines.compute import BACKGROUND, Compute
 from workers.engines.rates import RateMeter
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.vllm.moving import Sources
 from workers.engines.vllm.params import Lent, LoadPart, Publish, TransferParams, TransferReport
 from workers.pool.entries import new_cache_id
+
+log = logging.getLogger(__name__)
 
 LENT_S = 60.0  # what is published is read back at once, and given back with the next request
 WARM_UP_TOKENS, WARM_UP_S = 256, 240.0
@@ -107,20 +121,26 @@ class VllmSequence(TokenSequence):
         self._source: LoadPart | None = None
         self._fetched: KVCache | None = None
 
+    @property
+    def num_loaded(self) -> int:
+        return (self._source.num_tokens or 0) if self._source else 0
+
     async def load(self, token_ids: Sequence[int], source: KVSource) -> None:
         if self.num_tokens:
             raise ValueError(f"load into a sequence that holds {self.num_tokens} tokens; it must be empty")
-        self._source = LoadPart(ticket=self._ticket(token_ids, source.place))
+        self._source = LoadPart(ticket=self._ticket(token_ids, source.place), num_tokens=len(token_ids))
         self.token_ids.extend(token_ids)
 
     async def read(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
-        before, began = self.num_tokens, time.perf_counter()
+        before, loaded, began = self.num_tokens, self.num_loaded, time.perf_counter()
         await self._last_output([*self.token_ids, *token_ids], self._params())
         self.token_ids.extend(token_ids)
         if self._claim.priority > BACKGROUND:
-            self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
+            before = before if self.num_loaded == loaded else self.num_loaded  # the rest was read along with these
+            seconds = time.perf_counter() - began
+            self._engine.rates.record("prefill", self.num_tokens - before, seconds, length=before)
 
     async def predict(self, token_ids: Sequence[int]) -> list[int]:
         predicted: list[int] = []
@@ -137,6 +157,7 @@ class VllmSequence(TokenSequence):
         last, began = None, time.perf_counter()
         async with aclosing(self._engine.run(self.token_ids, sampled, self._claim, self._salt)) as outputs:
             async for output in outputs:
+                self._note_loaded(output)
                 for token in _tokens(output, sampling.num_top):
                     if last is not None:
                         self.token_ids.append(last.id)
@@ -147,6 +168,7 @@ class VllmSequence(TokenSequence):
     def truncate(self, num_tokens: int) -> None:
         del self.token_ids[num_tokens:]
         self._fetched = None
+        self._load_at_most(num_tokens)
 
     async def fetch(self, begin: int) -> None:
         params = self._params(publish=Publish(ttl_s=LENT_S))
@@ -156,7 +178,7 @@ class VllmSequence(TokenSequence):
             raise Overloaded(f"the KV of {self.num_tokens} tokens was not published: {report.refused}")
         ticket = report.ticket
         try:
-            read = partial(self._read_back, ticket, begin)
+            read = partial(self._read_back, ticket, min(begin, self.num_loaded))
             self._fetched = await self._engine.compute.run(read, priority=self._claim.priority)
         except CacheStale as error:
             raise Overloaded(f"what was published was not read back in time: {error.message}") from error
@@ -208,7 +230,24 @@ class VllmSequence(TokenSequence):
                 last = output
         if last is None:
             raise WorkerUnavailable("vLLM ended a request without an answer")
+        self._note_loaded(last)
         return last
+
+    def _note_loaded(self, output: Any) -> None:
+        """The last output of a request tells what of the source it was made of."""
+        if not output.finished or self._source is None:
+            return
+        report = TransferReport.model_validate(output.kv_transfer_params or {})
+        offered = min(self.num_loaded, len(output.prompt_token_ids) - 1)
+        if report.loaded_tokens < offered:
+            log.warning("of %d tokens %d were loaded: %s", offered, report.loaded_tokens, report.refused)
+            self._load_at_most(report.loaded_tokens)
+
+    def _load_at_most(self, num_tokens: int) -> None:
+        """From now on; nothing, where so few are not worth it."""
+        if self._source is not None and num_tokens < self.num_loaded:
+            at_most = self._source.model_copy(update={"num_tokens": num_tokens})
+            self._source = at_most if num_tokens >= MIN_LOADED_TOKENS else None
 
 
 async def _next(outputs: AsyncGenerator[Any, None], claim: Claim) -> Any | None:

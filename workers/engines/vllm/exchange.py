@@ -24,7 +24,10 @@ KIND = "shm"
 def create_exchange(name: str, layout: KVLayout, budget_bytes: int, fingerprint: str) -> Pool:
     """A pool in shared memory. Raises `PoolMemoryError` where it does not fit."""
     reclaim_dead_segments()
-    return Pool(create_arena(KIND, layout, budget_bytes, worker=name, epoch=new_epoch()), fingerprint)
+    arena = create_arena(
+        KIND, layout, budget_bytes, worker=name, epoch=new_epoch(), budget="exchange_bytes"
+    )
+    return Pool(arena, fingerprint)
 
 
 class ExchangeWriter:

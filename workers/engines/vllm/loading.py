@@ -105,6 +105,7 @@ def _arguments(settings: WorkerSettings, info: ModelInfo) -> Any:
         "max_num_batched_tokens": CHUNK_TOKENS,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
+        "async_scheduling": False,  # by which a step may run over what the step before could not load
         "enforce_eager": settings.device == "cpu",
         "scheduling_policy": "priority",
         "skip_tokenizer_init": True,

@@ -143,7 +143,8 @@ class WorkerSide:
         return self._mappers[bundle_id]
 
     def _note_failure(self, load: Load, token: int, error: Exception) -> None:
-        """Everything from the first token that is missing on must be computed: what follows was not loaded either."""
+        """Everything from the first token that is missing on must be computed: what follows was not loaded either, or
+        is computed over that in this very step."""
         code = error.code if isinstance(error, KvrelayError) else "internal_error"
         log.warning("a load failed at token %d of %d: %s: %s", token, load.end, code, error)
         self._failed_blocks.update(load.blocks[token // self._cache.block_tokens :])

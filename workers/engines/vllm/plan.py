@@ -10,13 +10,12 @@ from mappers.cache import KVGeometry
 from mappers.mapper import Mapper
 from workers.api.errors import CacheMismatch, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.engines.base import MIN_LOADED_TOKENS
 from workers.engines.tokenizer import common_prefix_len
 from workers.engines.vllm.params import LoadPart, TransferParams
 from workers.handoff.plan import check_tokens, plan_handoff
 from workers.pool.entries import EXACT
 from workers.pool.pool import Pool
-
-MIN_TOKENS = 16  # fewer are read natively: nearly all prompts share their first few tokens
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,10 @@ def plan_load(params: TransferParams, prompt: Sequence[int], target: Target) -> 
     for asked in params.load:
         begin = parts[-1].end if parts else 0
         parts.append(_plan_part(asked, begin, params.tenant_salt, prompt, target))
-    if parts and parts[-1].end < MIN_TOKENS:
-        raise CacheMismatch(f"the tickets cover {parts[-1].end} tokens of the prompt; at least {MIN_TOKENS} are needed")
+    if parts and parts[-1].end < MIN_LOADED_TOKENS:
+        raise CacheMismatch(
+            f"the tickets cover {parts[-1].end} tokens of the prompt; at least {MIN_LOADED_TOKENS} are needed"
+        )
     return tuple(parts)
 
 
@@ -63,11 +64,11 @@ def provenance_of(parts: Sequence[Part]) -> str:
     return next((part.provenance for part in parts if part.provenance != EXACT), EXACT)
 
 
-def isolating_salt(own: str | None, params: TransferParams) -> str:
-    """The salt under which vLLM's own prefix cache keeps what is loaded so: found again by whoever loads as much of the
-    same caches, by the same bundles, under the same salts, and by nobody else."""
+def isolating_salt(own: str | None, params: TransferParams, end: int) -> str:
+    """The salt under which vLLM's own prefix cache keeps what is loaded so, up to token `end`: found again by whoever
+    loads as much of the same caches, by the same bundles, under the same salts, and by nobody else."""
     parts = (f"{part.ticket.cache_id} {part.num_tokens} {part.mapper}" for part in params.load)
-    named = ["kvrelay/loaded/2", own or "", params.tenant_salt, *parts]
+    named = ["kvrelay/loaded/3", own or "", params.tenant_salt, str(end), *parts]
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 

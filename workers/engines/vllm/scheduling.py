@@ -4,7 +4,8 @@
     matched    how many tokens it may count on beyond those that it has; asked again and again, looked up never
     allocated  the paged blocks that they go into
     step       what the next step loads, and saves
-    settled    what the workers say of the step: loads that failed, saves that are done
+    settled    what the workers say of the step: loads that failed, saves that are done; what was not loaded is read
+               by vLLM, and neither told as loaded nor ever found by others as if it were
     finished   the report that goes into the reply
 
 Whatever a request brings, nothing here raises: vLLM's engine would end with it. What cannot be done is reported.
@@ -62,11 +63,13 @@ class RequestState:
     request: EngineRequest
     salt: str = ""
     parts: tuple[Part, ...] = ()
-    provenance: str = EXACT  # that of the parts, also after some could not be read
+    kept_under: str = ""  # vLLM's salt for it
     publish: Publish | None = None
     refused: str | None = None
     load: Load | None = None  # into the blocks that were allocated last
     is_loading: bool = False  # the next step is to do it
+    is_loaded: bool = False  # a step has done it
+    is_broken: bool = False  # a step has failed to: what failed once would fail for ever, and is not offered again
     found: int = 0  # tokens of it that vLLM has from an earlier request, under the same salt
     loaded_tokens: int = 0
     saving: Saving | None = None
@@ -80,13 +83,22 @@ class RequestState:
         """Up to where the parts may be used: at least one token is left to compute."""
         return min(self.parts[-1].end, len(self.prompt) - 1) if self.parts else 0
 
-    def lose(self, failed_blocks: Collection[int], block_tokens: int) -> None:
-        """What was loaded into these blocks is computed instead. Nothing is offered to this request again: what failed
-        once would fail for ever."""
-        lost = [at for at, block in enumerate(self.load.blocks) if block in failed_blocks] if self.load else []
+    @property
+    def provenance(self) -> str:
+        """That of the parts which something was loaded from."""
+        return provenance_of([part for part in self.parts if part.begin < self.loaded_tokens])
+
+    def settle(self, failed_blocks: Collection[int], block_tokens: int) -> bool:
+        """A step is over, and these blocks could not be loaded; whether some of them are this request's. What was to
+        be loaded from there on is computed instead."""
+        if self.load is None or self.is_loading:
+            return False
+        lost = [at for at, block in enumerate(self.load.blocks) if block in failed_blocks] if failed_blocks else []
         if lost:
-            self.parts, self.refused = (), "a source could not be read, so the prompt was"
-            self.loaded_tokens = lost[0] * block_tokens
+            self.is_broken, self.refused = True, "a source could not be read, so the prompt was"
+            self.loaded_tokens = min(self.loaded_tokens, lost[0] * block_tokens)
+        self.is_loaded = not self.is_broken
+        return bool(lost)
 
 
 @dataclass
@@ -127,13 +139,14 @@ class SchedulerSide:
             state.salt, state.publish = params.tenant_salt, params.publish
             self._release(params)
             state.parts = plan_load(params, check_prompt(request.prompt_token_ids), self._target)
-            state.provenance = provenance_of(state.parts)
+            if state.parts:
+                state.kept_under = self._own_salt(state, isolating_salt(request.cache_salt, params, state.end))
         except KvrelayError as error:
             state.refused = error.message
         except Exception as error:  # a bug of ours must not end the engine
             log.error("a request's kv_transfer_params were not understood: %s", loggable(error))
             state.refused = f"internal error: {type(error).__name__}"
-        return isolating_salt(request.cache_salt, params) if state.parts else None
+        return state.kept_under or None
 
     def matched(self, request_id: str, num_computed: int) -> int:
         """Tokens to be loaded behind the first `num_computed`. Synchronously, so nothing is ever waited for."""
@@ -141,7 +154,7 @@ class SchedulerSide:
         if state is None:
             return 0
         state.found = min(num_computed, state.end)
-        return state.end - state.found
+        return 0 if state.is_broken else state.end - state.found
 
     def allocated(self, request_id: str, blocks: Sequence[int], num_tokens: int) -> None:
         """`num_tokens` of what `matched` offered go into the sequence's `blocks`."""
@@ -149,8 +162,7 @@ class SchedulerSide:
         if state is None or not state.parts:
             return
         state.loaded_tokens, state.is_loading = state.found + num_tokens, num_tokens > 0
-        needed = blocks_for(state.end, self._block_tokens)
-        state.load = Load(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks[:needed]))
+        state.load = Load(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks))
 
     def step(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepWork:
         """For a step that computes so many tokens of each request."""
@@ -166,13 +178,15 @@ class SchedulerSide:
                 saves.append(save)
         return StepWork(tuple(loads), tuple(saves))
 
-    def settled(self, failed_blocks: Collection[int], saved: Mapping[str, bool]) -> None:
-        """`failed_blocks` could not be loaded; of `saved` each save tells whether it was done."""
-        if failed_blocks:
-            for state in self._states.values():
-                state.lose(failed_blocks, self._block_tokens)
+    def settled(self, failed_blocks: Collection[int], saved: Mapping[str, bool]) -> list[EngineRequest]:
+        """`failed_blocks` could not be loaded; of `saved` each save tells whether it was done. The requests that
+        computed something instead: what vLLM keeps of them from now on must be found by nobody, and `failed_blocks`
+        neither."""
+        states = list(self._states.values())
+        broken = [state.request for state in states if state.settle(failed_blocks, self._block_tokens)]
         for request_id, is_done in saved.items():
             self._confirm(request_id, is_done)
+        return broken
 
     def finished(self, request_id: str, *, is_whole: bool) -> dict[str, Any] | None:
         """The report of a request that ended; `is_whole` unless it was aborted. None for one that asked nothing."""
@@ -188,6 +202,13 @@ class SchedulerSide:
 
     def close(self) -> None:
         self.pool.close()
+
+    def _own_salt(self, state: RequestState, salt: str) -> str:
+        """The salt, or one for this request alone while another that has it may find that nothing can be loaded: vLLM
+        shares blocks before they are filled."""
+        others = (other for other in self._states.values() if other is not state)
+        is_open = any(other.kept_under == salt and not other.is_loaded for other in others)
+        return f"{salt}/{state.request.request_id}" if is_open else salt
 
     def _is_whole(self, state: RequestState, num_scheduled: int) -> bool:
         return (

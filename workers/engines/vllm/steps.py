@@ -11,7 +11,7 @@ from workers.engines.vllm.plan import Part
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens `[begin, end)` of the parts into the sequence's blocks."""
+    """Tokens `[begin, end)` of the parts into the sequence's blocks, of which there may be more."""
 
     request_id: str
     parts: tuple[Part, ...]
