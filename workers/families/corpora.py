@@ -17,8 +17,9 @@ TURNS = 48
 
 
 def sharegpt(folder: Path | None = None) -> list[Conversation]:
-    """Real conversations of people with an assistant (`smol`)."""
-    return read_conversations(fetch(SHAREGPT, folder))
+    """Real conversations of people with an assistant (`smol`), but for the few that open with a note of the tool which
+    they were shared from."""
+    return [talk for talk in read_conversations(fetch(SHAREGPT, folder)) if talk[0]["role"] != "system"]
 
 
 def classics(folder: Path | None = None) -> list[Conversation]:

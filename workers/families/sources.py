@@ -15,10 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
+from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
 
 
-class SourceError(RuntimeError):
+class SourceError(MapperError):
     """A pinned file could not be fetched, or is not what was pinned."""
 
 
