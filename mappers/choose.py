@@ -2,7 +2,8 @@
 
     top        the layers that explain most alone, best first; judged by R²
     forward    greedily, the one that explains most beside those already taken (see `mappers.forward`); judged by R²
-    attention  both of these, judged by what the target's attention makes of the result (see `mappers.judge`)
+    attention  greedily, of those that explain most alone the one with which the target's attention comes nearest to its
+               native one; judged by that, as what the two other ways take is too (see `mappers.judge`)
 
 How many layers are taken, and with what penalty, is decided on held-out documents as well; then each map is fitted once
 more to all documents.
@@ -10,8 +11,10 @@ more to all documents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 from mappers.collect import Group, Wanted
 from mappers.errors import CalibrationTooSmall, MapperError
 from mappers.exact import Target
-from mappers.forward import forward_path
+from mappers.forward import POOL, forward_path
 from mappers.hidden import Projections, projected
 from mappers.judge import Judge
 from mappers.manifest import KINDS, Block
@@ -64,12 +67,13 @@ class Chooser:
         if group.held_out.count == 0:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
-        paths = self._paths(self._method, group, min(most, group.source.num_layers, self._method.max_layers or most))
+        most = min(most, group.source.num_layers, self._method.max_layers or most)
+        paths = self._paths(self._method, group, most)
         if layers == AUTO:
             paths = [self._affordable(group, path) for path in paths]
         group.fold(_joined(blocks for path in paths for blocks in path))
         shared = _Shared(group)
-        for index, path in enumerate(paths):
+        for index, path in enumerate(self._attended(group, most, paths) if self._judge else paths):
             yield self._choice(shared, index, path)
             shared.keep(path)
 
@@ -83,12 +87,29 @@ class Chooser:
 
     def _affordable(self, group: Group, path: list[Blocks]) -> list[Blocks]:
         """Those that there are enough tokens for; the smallest in any case."""
-        width = group.source.width
+        return [blocks for blocks in path if self._is_affordable(group, blocks)] or [min(path, key=len)]
 
-        def needed(blocks: Blocks) -> int:
-            return self._method.tokens_needed(len(blocks) * width, group.layout)
+    def _is_affordable(self, group: Group, blocks: Blocks) -> bool:
+        return self._method.tokens_needed(len(blocks) * group.source.width, group.layout) <= group.train.effective
 
-        return [blocks for blocks in path if needed(blocks) <= group.train.effective] or [min(path, key=len)]
+    def _attended(self, group: Group, most: int, paths: list[list[Blocks]]) -> Iterator[list[Blocks]]:
+        """These paths, each with the one that is found greedily by the target's attention."""
+        most *= len(group.kinds)
+        alone = rank(self._method, group, [(block,) for block in group.blocks])
+        for index, path in enumerate(paths):
+            pool = alone[:, index].argsort(stable=True, descending=True)[: POOL * most].tolist()
+            blocks = [group.blocks[i] for i in pool]
+            yield path + greedy_path(partial(self._attention_error, group, index), blocks, most)
+
+    def _attention_error(self, group: Group, index: int, blocks: Blocks) -> float:
+        """By a rough fit; infinite where there are too few tokens for one."""
+        assert self._judge is not None
+        if not self._is_affordable(group, blocks):
+            return math.inf
+        columns = group.features(blocks), group.outputs(index)
+        train, held_out = group.train.select(*columns), group.held_out.select(*columns)
+        solution = self._method.rough.solve(train, group.layout, held_out)
+        return self._judge.error(blocks, self.outputs(group.targets[index], solution))
 
     def _choice(self, shared: _Shared, index: int, path: list[Blocks]) -> Choice:
         """The best of a path, fitted to all documents. It is gone from its end as long as fewer blocks do as well."""
@@ -149,6 +170,23 @@ class _Shared:
         if len(features) <= SHARED:
             self._kept[which, blocks] = part
         return part
+
+
+def greedy_path(error: Callable[[Blocks], float], pool: Sequence[Block], most: int) -> list[Blocks]:
+    """Sets of 1, 2, ... blocks of the pool, up to `most`, ascending: each is the one before it and the block with which
+    the error is least, as long as it falls."""
+    path: list[Blocks] = []
+    least = math.inf
+    while len(path) < min(most, len(pool)):
+        taken = path[-1] if path else ()
+        sets = [_joined([taken, (block,)]) for block in pool if block not in taken]
+        errors = {blocks: error(blocks) for blocks in sets}
+        nearest = min(errors, key=errors.__getitem__)
+        if errors[nearest] >= least:
+            break
+        least = errors[nearest]
+        path.append(nearest)
+    return path
 
 
 def check_way(way: str) -> None:

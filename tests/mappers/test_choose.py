@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
-from mappers.choose import Chooser, rank
+from mappers.choose import Chooser, greedy_path, rank
 from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
 from mappers.forward import RIDGE, forward_path
 from mappers.judge import NEAR, Judge
@@ -143,6 +144,32 @@ def test_the_last_fit_sees_what_was_held_out() -> None:
     whole.update(x[:, made.features(choice.blocks)], x[:, :WIDTH] + y)
     expected = RIDGE_ONLY.solve(whole, made.layout)
     torch.testing.assert_close(choice.solution.weight, expected.weight)
+
+
+class Attention:
+    """Stands for a judge to whom layer 2 matters most, and beside it layer 0: no such set is found by R²."""
+
+    def error(self, blocks: Any, outputs: Any) -> float:
+        return {frozenset({2}): 0.5, frozenset({0, 2}): 0.1}.get(frozenset(layer for _, layer in blocks), 0.9)
+
+
+def test_by_attention_layers_are_chosen_greedily_by_what_the_attention_makes_of_them() -> None:
+    chooser = Chooser(methods.get("ridge"), "attention", Attention())  # type: ignore[arg-type]
+    (choice,) = chooser.choices(complementary(), 3)
+    assert choice.blocks == (("keys", 0), ("keys", 2)) and choice.error == 0.1
+
+
+def test_a_greedy_path_ends_where_the_error_no_longer_falls() -> None:
+    pool: list[Any] = [("keys", layer) for layer in range(5)]
+    asked: list[Any] = []
+
+    def error(blocks: Any) -> float:
+        asked.append(blocks)
+        return abs(7 - sum(layer for _, layer in blocks))
+
+    assert greedy_path(error, pool, 4) == [(("keys", 4),), (("keys", 3), ("keys", 4))]
+    assert len(asked) == 5 + 4 + 3 and len(greedy_path(error, pool, 1)) == 1 and greedy_path(error, [], 4) == []
+    assert greedy_path(lambda blocks: math.inf, pool, 4) == []
 
 
 @pytest.fixture(scope="module")
