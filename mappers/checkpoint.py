@@ -16,7 +16,7 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mappers.errors import CheckpointMismatch
+from mappers.errors import CheckpointMismatch, MapperError
 from mappers.exact import CopyFinder
 from mappers.gathered import Gathered
 from mappers.stats import Moments
@@ -65,6 +65,10 @@ class Saved:
     def num_tokens(self) -> int:
         return int(self.facts["num_tokens"])
 
+    @property
+    def digest(self) -> str:
+        return str(self.facts["digest"])
+
     def finder(self) -> CopyFinder:
         finder = CopyFinder({(kind, layer): source for kind, layer, source, _, _ in self.facts["copies"]})
         for kind, layer, _, lost, power in self.facts["copies"]:
@@ -89,7 +93,7 @@ class Saved:
 
     def check_documents(self, digest: str) -> None:
         """Raise `CheckpointMismatch` unless these are the documents that were read."""
-        if digest != self.facts["digest"]:
+        if digest != self.digest:
             raise CheckpointMismatch(f"the checkpoint's first {self.num_documents} documents are others than these")
 
 
@@ -126,6 +130,11 @@ class Checkpoint:
     def due(self) -> bool:
         return time.monotonic() - self._saved_at >= self._every_s
 
+    @property
+    def is_due_at_end(self) -> bool:
+        """Whether all has been read, and much of it since the last time: the choice of layers may yet be broken off."""
+        return self.keep or time.monotonic() - self._saved_at >= self._every_s / 10
+
     def load(self) -> Saved | None:
         """What the file holds; None if there is none. Raises `CheckpointMismatch`."""
         if not self.path.exists():
@@ -141,17 +150,24 @@ class Checkpoint:
             raise CheckpointMismatch(f"{self.path} is no checkpoint of a fit; remove it, or name another") from error
 
     def save(self, saved: Saved) -> None:
-        """Replace what the file holds."""
+        """Replace what the file holds. Raises `MapperError` if it can't be written: then it holds what it held."""
+        try:
+            self._replace(saved)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise MapperError(f"cannot write {self.path}: {error}") from error
+        self._saved_at = time.monotonic()
+
+    def _replace(self, saved: Saved) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         facts = json.dumps({"settings": self._settings, **saved.facts})
         scratch = self.path.with_name(f"{self.path.name}.new")  # one name: a kill leaves one file at most
+        scratch.unlink(missing_ok=True)
         try:
+            scratch.touch(mode=0o600, exist_ok=False)  # rows of a cache tell what was read: nobody else may ever look
             save_file(dict(saved.tensors), scratch, {"kvrelay": facts})
-            scratch.chmod(0o600)  # rows of a cache tell what was read
             scratch.replace(self.path)
         finally:
             scratch.unlink(missing_ok=True)
-        self._saved_at = time.monotonic()
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
         for name in sorted(self._settings.keys() | theirs.keys()):

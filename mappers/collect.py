@@ -19,10 +19,11 @@ from torch import Tensor
 from mappers.attention import watched
 from mappers.cache import KVCache, KVGeometry, rows_of
 from mappers.checkpoint import Checkpoint, Saved
-from mappers.errors import CalibrationTooSmall, CheckpointMismatch
+from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable
 from mappers.exact import CopyFinder, Target
 from mappers.gathered import BATCH, Gathered
 from mappers.hidden import check_projections, listened, projections
+from mappers.interrupts import put_off
 from mappers.manifest import KINDS, Block, Kind
 from mappers.methods import Layout
 from mappers.models import context_of, geometry_of, read
@@ -162,11 +163,12 @@ def collect(
 ) -> Collected:
     """Read documents, up to `max_tokens` tokens, with source and target.
 
-    What a `checkpoint` holds is not read again. Raises `CheckpointMismatch` if that is other documents, or more tokens.
+    What a `checkpoint` holds is not read again. It also gets what was read before an interrupt, or before documents
+    that can't be read. Raises `CheckpointMismatch` if it is of other documents, or of more tokens.
     """
     # 1. Where an earlier run was stopped.
-    longest = min(MAX_DOCUMENT_TOKENS, *(context_of(model.config) for model in models))
-    stream = _Stream(documents, reading.head, longest)
+    longest = longest_of(model.config for model in models)
+    stream = _Stream(usable(documents, reading.head, longest))
     collector = _Collector(models, ropes, reading)
     saved = checkpoint.load() if checkpoint else None
     if saved:
@@ -176,17 +178,21 @@ def collect(
         if max_tokens is not None and saved.num_tokens - stream.num_last >= max_tokens:
             raise CheckpointMismatch(f"the checkpoint holds {saved.num_tokens} tokens, more than {max_tokens}")
     # 2. Every document adds to the statistics.
-    while max_tokens is None or collector.num_tokens < max_tokens:
-        ids = stream.next()
-        if ids is None:
-            break
-        collector.take(ids)
-        if progress:
-            progress(collector.num_tokens, max_tokens)
-        if checkpoint and checkpoint.due:
-            checkpoint.save(collector.saved(stream.digest))
-    if checkpoint and checkpoint.keep and collector.num_documents > (saved.num_documents if saved else 0):
-        checkpoint.save(collector.saved(stream.digest))
+    num_saved = collector.num_documents
+    try:
+        while (max_tokens is None or collector.num_tokens < max_tokens) and (ids := stream.next()):
+            collector.take(ids, stream.digest)
+            if progress:
+                progress(collector.num_tokens, max_tokens)
+            if checkpoint and checkpoint.due:
+                checkpoint.save(collector.saved())
+                num_saved = collector.num_documents
+    except (KeyboardInterrupt, DataUnreadable):
+        if checkpoint and collector.num_documents > num_saved:
+            checkpoint.save(collector.saved())
+        raise
+    if checkpoint and checkpoint.is_due_at_end and collector.num_documents > num_saved:
+        checkpoint.save(collector.saved())
     # 3. What looked like a copy must have been one throughout.
     collector.finder.confirm()
     if not collector.num_documents:
@@ -196,7 +202,7 @@ def collect(
         collector.finder.copies,
         collector.num_documents,
         collector.num_tokens,
-        stream.digest,
+        collector.digest,
         stream.sample,
         collector.reading_s,
     )
@@ -235,11 +241,28 @@ def _sizes(kinds: Sequence[Kind], targets: Sequence[Wanted], source: KVGeometry,
     return len(kinds) * source.num_layers * source.width, len(targets) * target_width
 
 
-class _Stream:
-    """The usable documents, one after another, cut to `longest` tokens; the last one had `num_last`."""
+def usable(documents: Iterable[Sequence[int]], head: int, longest: int) -> Iterator[list[int]]:
+    """Those that leave something behind the head, each cut to `longest` tokens."""
+    return (list(ids[:longest]) for ids in documents if len(ids) > head + 1)
 
-    def __init__(self, documents: Iterable[Sequence[int]], head: int, longest: int):
-        self._rest: Iterator[list[int]] = (list(ids[:longest]) for ids in documents if len(ids) > head + 1)
+
+def longest_of(configs: Iterable[Any]) -> int:
+    """How many tokens of a document are read, by models of these configs."""
+    return min(MAX_DOCUMENT_TOKENS, *map(context_of, configs))
+
+
+def rows_to_fit(lengths: Iterable[int], reading: Reading) -> float:
+    """How many equal rows documents of such lengths give to fit by, at least: of those that are not held out, without
+    the head, and weighted."""
+    rows = sum(length - reading.head for index, length in enumerate(lengths) if not is_held_out(index))
+    return rows * (1.0 if reading.weighting == "uniform" else reading.effective_share)
+
+
+class _Stream:
+    """Documents one after another; the last one had `num_last` tokens."""
+
+    def __init__(self, documents: Iterator[list[int]]):
+        self._rest = documents
         self._digest = hashlib.sha256()
         self._num_read = self.num_last = 0
         self.sample: list[list[int]] = []
@@ -273,12 +296,20 @@ class _Collector:
         self.groups: list[Group] = []
         self.finder = CopyFinder({})
         self.num_documents = self.num_tokens = 0
+        self.digest = ""
         self.reading_s = 0.0
 
-    def take(self, ids: list[int]) -> None:
+    def take(self, ids: list[int], digest: str) -> None:
+        """Read one more document; `digest` is that of all so far. An interrupt finds it taken in whole, or not at
+        all."""
         began = time.perf_counter()
         theirs, ours = States(read(self._models[0], ids), {}), self._read_target(ids)
         self.reading_s += time.perf_counter() - began
+        with put_off():
+            self._add(ids, theirs, ours)
+            self.digest = digest
+
+    def _add(self, ids: list[int], theirs: States, ours: States) -> None:
         head = self._reading.head
         source, target = theirs.cache.slice(head, len(ids)), ours.cache.slice(head, len(ids))
         if not self.num_documents:
@@ -295,15 +326,15 @@ class _Collector:
             group.update(theirs, ours, is_held_out(self.num_documents))
         self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
 
-    def saved(self, digest: str) -> Saved:
+    def saved(self) -> Saved:
         """All of it, to go on from later."""
-        return Saved.of(self._gathered, self.finder, self.num_documents, self.num_tokens, digest)
+        return Saved.of(self._gathered, self.finder, self.num_documents, self.num_tokens, self.digest)
 
     def restore(self, saved: Saved) -> None:
         self.finder = saved.finder()
         self.groups = self._groups(self.finder.copies)
         saved.fill(self._gathered)
-        self.num_documents, self.num_tokens = saved.num_documents, saved.num_tokens
+        self.num_documents, self.num_tokens, self.digest = saved.num_documents, saved.num_tokens, saved.digest
 
     @property
     def _gathered(self) -> list[Gathered]:

@@ -104,7 +104,7 @@ def _check(first: Mapper, second: Mapper) -> None:
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=TOLERANCE):
             raise MapperError(
                 f"bundle {first.bundle_id} copies the keys of layer {layer}, which its two models turn differently; "
-                f"allowed: one that was fitted without copies"
+                f"allowed: one that was fitted with copies=False (kvrelay fit --no-copies)"
             )
 
 

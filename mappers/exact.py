@@ -45,7 +45,7 @@ class CopyFinder:
             if error > TOLERANCE:
                 raise MapperError(
                     f"the {kind} of target layer {layer} looked like those of source layer {source_layer}, but differ "
-                    f"by {error:.1e} over all documents; fit without copies"
+                    f"by {error:.1e} over all documents; allowed: copies=False (kvrelay fit --no-copies)"
                 )
 
 

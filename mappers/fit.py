@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mappers import methods
 from mappers.bundle import seal
+from mappers.cache import KVGeometry
 from mappers.checkpoint import EVERY_S, Checkpoint
 from mappers.choose import AUTO, Choice, Chooser, check_way
 from mappers.collect import Collected, Progress, Reading, collect
@@ -61,6 +62,7 @@ def fit(
     checkpoint_s: float = EVERY_S,
     keep: bool = False,
     progress: Progress | None = None,
+    choosing: Progress | None = None,
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Mapper:
@@ -71,12 +73,13 @@ def fit(
     from both if `joint`, chosen the way `choose` (see `mappers.choose`); layers that the two models share are found and
     passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
     much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
-    is held out to choose by. Both models are loaded in `dtype` (see `load_model`); statistics are float32 products and
-    float64 sums whatever it is.
+    is held out to choose by. `progress` is told tokens as they are read, `choosing` outputs as they are fitted.
+    Both models are loaded in `dtype` (see `load_model`); statistics are float32 products and float64 sums whatever it
+    is.
     `checkpoint` is a file of statistics, or of what they are made from, that is written every `checkpoint_s` seconds,
-    and at the end if it is for keeps (`keep`). A fit that finds one of the same models, documents and features goes on
-    from there, by another method or to more tokens as well; it is the caller's to remove. Raises `MapperError`s: see
-    `mappers.errors`.
+    when the reading is broken off, and at its end if it is for keeps (`keep`) or took long. A fit that finds one of the
+    same models, documents and features goes on from there, by another method or to more tokens as well; it is the
+    caller's to remove. Raises `MapperError`s: see `mappers.errors`.
     """
     # 1. Settings that can't work are refused before anything is loaded.
     chosen_method = methods.get(method, **options)
@@ -88,7 +91,8 @@ def fit(
         raise TokenizerMismatch(f"{source} and {target} have different tokenizers; a map needs the same token ids")
     models = load_model(folders[0], device, dtype), load_model(folders[1], device, dtype)
     cards = _card(str(source), folders[0], models[0]), _card(str(target), folders[1], models[1])
-    _check_tokens(chosen_method, cards, layers, reading, tokens)
+    if tokens is not None:
+        check_enough(tokens, chosen_method, (cards[0].geometry, cards[1].geometry), layers, reading)
     ropes = Rope.of(models[0]), Rope.of(models[1])
     projected_by = projections(models[1]) if reading.hidden else None
     loaded = {} if dtype == "float32" else {"dtype": dtype}  # bundles and checkpoints from before say nothing of it
@@ -102,7 +106,7 @@ def fit(
     # 4. A choice of source layers and weights for every target layer.
     judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
     chooser = Chooser(chosen_method, choose, judge, projected_by)
-    outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, say)
+    outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, choosing, say)
     if say:
         beside_s = time.perf_counter() - began - collected.reading_s
         say(f"the models read for {collected.reading_s:.1f} s; all else took {beside_s:.1f} s")
@@ -156,14 +160,19 @@ def _solve(
     collected: Collected,
     layers: Layers,
     precision: Precision,
+    choosing: Progress | None,
     say: Callable[[str], None] | None,
 ) -> tuple[dict[Target, OutputSpec], dict[str, Tensor]]:
     outputs = {target: _copied(target, layer) for target, layer in collected.copies.items()}
     weights: dict[str, Tensor] = {}
+    done, total = 0, sum(len(group.targets) for group in collected.groups)
     for group in collected.groups:
         if say:
             say(f"choosing source layers for {len(group.targets)} outputs from {' and '.join(group.kinds)}")
         for wanted, choice in zip(group.targets, chooser.choices(group, layers), strict=True):
+            done += 1
+            if choosing:
+                choosing(done, total)
             for (kind, layer), solution in chooser.outputs(wanted, choice.solution).items():
                 if (kind, layer) not in collected.copies:
                     outputs[kind, layer] = _described(method, choice, solution)
@@ -228,13 +237,21 @@ def check_settings(
         raise MapperError(f"unknown precision {precision!r}; allowed: {', '.join(get_args(Precision))}")
 
 
-def _check_tokens(
-    method: methods.Method, cards: tuple[ModelCard, ModelCard], layers: Layers, reading: Reading, tokens: int | None
+def check_enough(
+    num_tokens: float,
+    method: methods.Method,
+    geometries: tuple[KVGeometry, KVGeometry],
+    layers: Layers,
+    reading: Reading,
 ) -> None:
-    source, target = cards[0].geometry, cards[1].geometry
+    """Raise `CalibrationTooSmall` if a map between caches of these geometries can't be fitted by so many tokens."""
+    source, target = geometries
     most = 1 if isinstance(layers, str) else min(layers, source.num_layers, method.max_layers or layers)
     features = most * source.width * len(reading.together[0])
     layout = methods.Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
     needed = method.tokens_needed(features, layout)
-    if tokens is not None and tokens < needed:
-        raise CalibrationTooSmall(f"{tokens} tokens for {features} features; at least {needed} are needed")
+    if num_tokens < needed:
+        raise CalibrationTooSmall(
+            f"{num_tokens:.0f} tokens for {features} features; at least {needed} are needed beside what is held out "
+            f"(more data, or fewer source layers)"
+        )

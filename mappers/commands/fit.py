@@ -1,6 +1,6 @@
 """Fit a mapper from one model's KV cache to another's, and write it as a bundle.
 
-    kvrelay fit smol
+    kvrelay fit smol --out bundles/smol
     kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
 """
 
@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from mappers import methods
-from mappers.bundle import check_replaceable, save
+from mappers.bundle import MANIFEST, check_replaceable, load_manifest, save
 from mappers.checkpoint import EVERY_S
 from mappers.choose import AUTO, WAYS
-from mappers.collect import Reading, planned_bytes
-from mappers.commands.output import check_writable
-from mappers.commands.pair import Meter, Pair, add_pair_options, check_device, pair_of_family, pair_of_options, say
+from mappers.collect import Reading
+from mappers.commands.output import check_writable, check_writable_folder
+from mappers.commands.pair import Meter, add_pair_options, check_device, pair_of_family, pair_of_options, say
+from mappers.commands.planned import Planned
+from mappers.commands.running import resumable, run
 from mappers.errors import MapperError
-from mappers.families import find_family
-from mappers.fingerprint import read_config
+from mappers.families import Family, find_family
 from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, check_settings, fit
 from mappers.manifest import Gate, Manifest, Precision
-from mappers.models import geometry_of, local_folder
 from mappers.weighting import EFFECTIVE_SHARE, Weighting
 
 DEFAULT_TOKENS = 100_000
@@ -33,23 +33,34 @@ DEFAULT_TOKENS = 100_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    try:
-        _check(options)
-        pair, out = _resolve(options)
-        say(_plan(pair, options))
-        checkpoint = _checkpoint(out, options)
+    return run("fit", lambda: _fit(options))
+
+
+def _fit(options: argparse.Namespace) -> None:
+    # 1. What can be wrong is told before anything is prepared, or else before a model is loaded.
+    method = methods.get(options.method, **_method_options(options))
+    family = find_family(options.family) if options.family else None
+    out = _out(options, family)
+    _check(method, out, options)
+    pair = pair_of_family(family, options) if family else pair_of_options(options)
+    planned = Planned.of(pair, method, options.layers, _reading(method, options), options.tokens)
+    say(planned.told(options.tokens))
+    checkpoint = _checkpoint(out, options)
+    # 2. A fit that is broken off leaves what was read.
+    with resumable(checkpoint):
         mapper = fit(
             pair.source,
             pair.target,
-            pair.documents("calibrate"),
+            planned.documents,
             method=options.method,
             layers=options.layers,
             joint=options.joint,
             choose=options.choose,
             weighting=options.weighting,
             effective_share=options.effective_share,
+            copies=options.copies,
             head=options.head,
-            tokens=options.tokens,
+            tokens=planned.num_tokens,
             precision=options.precision,
             data=f"{pair.corpus}, split calibrate",
             gate=_gate(options),
@@ -59,17 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpoint_s=60 * options.checkpoint_minutes,
             keep=options.statistics is not None,
             progress=Meter("tokens"),
+            choosing=Meter("outputs"),
             say=say,
             **_method_options(options),
         )
         print(_described(save(mapper, out).manifest))
-        print(f"written to {out}")
-        if checkpoint and not options.statistics:
-            checkpoint.unlink(missing_ok=True)
-    except MapperError as error:
-        print(f"kvrelay fit: {error}", file=sys.stderr)
-        return 1
-    return 0
+    # 3. Nothing of it is needed any more.
+    if checkpoint and not options.statistics:
+        checkpoint.unlink(missing_ok=True)
+    print(f"written to {out}")
+    say(f"no worker takes it before it is judged: {_judging(out, options)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,12 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("family", nargs="?", help="an embedded family, in place of the three options that follow")
     add_pair_options(parser)
     parser.add_argument("--out", metavar="FOLDER", help="where the bundle goes (default: the family's own place)")
+    parser.add_argument("--replace", action="store_true", help="put it in the place of a bundle that has been judged")
     parser.add_argument("--method", default="ridge", help=f"one of {', '.join(sorted(methods.METHODS))}")
     parser.add_argument(
         "--layers", type=_layers, default=DEFAULT_LAYERS, help="source layers a target layer, at most, or auto"
     )
     parser.add_argument("--rank", type=int, help="of method lowrank (default: each output's own)")
     parser.add_argument("--joint", action="store_true", help="compute keys from keys and values, and values as well")
+    parser.add_argument(
+        "--no-copies", dest="copies", action="store_false", help="fit layers that both models share like any other"
+    )
     parser.add_argument("--choose", default="top", help=f"how source layers are chosen: {', '.join(sorted(WAYS))}")
     parser.add_argument("--weighting", default="uniform", help=f"of tokens: {', '.join(get_args(Weighting))}")
     parser.add_argument(
@@ -110,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
     parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
+    parser.add_argument(
+        "--gate-lengths", dest="lengths", type=int, nargs="+", metavar="TOKENS", help="prefix lengths that it asks for"
+    )
+    parser.add_argument(
+        "--gate-documents", dest="min_documents", type=int, help="test documents that it asks for at each of them"
+    )
     return parser
 
 
@@ -123,10 +143,24 @@ def _method_options(options: argparse.Namespace) -> dict[str, Any]:
     return {} if options.rank is None else {"rank": options.rank}
 
 
-def _check(options: argparse.Namespace) -> None:
+def _out(options: argparse.Namespace, family: Family | None) -> Path:
+    if options.out is not None:
+        return Path(options.out)
+    if family is None:
+        raise MapperError("--out missing: where is the bundle to go?")
+    return family.bundle
+
+
+def _reading(method: methods.Method, options: argparse.Namespace) -> Reading:
+    return Reading(
+        options.joint, options.copies, options.head, method.predicts_hidden, options.weighting, options.effective_share
+    )
+
+
+def _check(method: methods.Method, out: Path, options: argparse.Namespace) -> None:
     """Refuse what can't work before a family is prepared, a model fetched or a file read."""
     check_settings(
-        methods.get(options.method, **_method_options(options)),
+        method,
         options.layers,
         options.joint,
         options.choose,
@@ -137,13 +171,15 @@ def _check(options: argparse.Namespace) -> None:
         options.precision,
     )
     check_device(options.device)
-    if options.out is not None:
-        check_replaceable(Path(options.out))
     if options.statistics is not None:
         check_writable(Path(options.statistics))
     _check_range("checkpoint_minutes", options.checkpoint_minutes, 0)
     _check_range("max_ppl_ratio", options.max_ppl_ratio, 1)
     _check_range("min_top1", options.min_top1, 0, 1)
+    _check_range("gate_documents", options.min_documents, 1)
+    for length in options.lengths or ():
+        _check_range("gate_lengths", length, 1)
+    _check_out(out, options.replace)
 
 
 def _check_range(name: str, value: float | None, least: float, most: float = math.inf) -> None:
@@ -152,40 +188,34 @@ def _check_range(name: str, value: float | None, least: float, most: float = mat
         raise MapperError(f"{name} is {value}; allowed: {allowed}")
 
 
-def _resolve(options: argparse.Namespace) -> tuple[Pair, str]:
-    if options.family is None:
-        if options.out is None:
-            raise MapperError("--out missing: where is the bundle to go?")
-        return pair_of_options(options), options.out
-    family = find_family(options.family)
-    return pair_of_family(family, options), options.out or str(family.bundle)
+def _check_out(out: Path, may_replace: bool) -> None:
+    check_replaceable(out)
+    check_writable_folder(next(folder for folder in out.absolute().parents if folder.exists()))
+    if (out / MANIFEST).exists() and not may_replace and load_manifest(out).evaluation:
+        raise MapperError(f"{out} is a bundle that has been judged; allowed: another place (--out), or --replace")
 
 
-def _plan(pair: Pair, options: argparse.Namespace) -> str:
-    configs = [read_config(local_folder(name)) for name in (pair.source, pair.target)]
-    source, target = map(geometry_of, configs)
-    reading = Reading(options.joint, hidden=methods.get(options.method).predicts_hidden)
-    needed = planned_bytes(source, target, reading, configs[1].get("hidden_size", 0), options.tokens)
-    return (
-        f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
-        f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {needed / 1e9:.1f} GB beside the models"
-    )
-
-
-def _checkpoint(out: str, options: argparse.Namespace) -> Path | None:
+def _checkpoint(out: Path, options: argparse.Namespace) -> Path | None:
     if options.no_checkpoint and not options.statistics:
         return None
-    path = Path(out).absolute()
-    file = Path(options.statistics or path.with_name(f".{path.name}.partial"))
+    out = out.absolute()
+    file = Path(options.statistics or out.with_name(f".{out.name}.partial"))
     if file.exists():
         say(f"going on from {file}; remove it to begin anew")
     return file
 
 
 def _gate(options: argparse.Namespace) -> Gate | None:
-    given: dict[str, Any] = {n: getattr(options, n) for n in ("max_ppl_ratio", "min_top1")}
+    given = {name: getattr(options, name) for name in ("max_ppl_ratio", "min_top1", "lengths", "min_documents")}
     given = {name: value for name, value in given.items() if value is not None}
     return Gate(**given) if given else None
+
+
+def _judging(out: Path, options: argparse.Namespace) -> str:
+    """The command that does."""
+    named = [("--family", options.family), ("--source", options.source), ("--target", options.target)]
+    given = [part for option, value in [*named, ("--data", options.data)] if value for part in (option, value)]
+    return shlex.join(["kvrelay", "eval", str(out), *given, "--write"])
 
 
 def _described(manifest: Manifest) -> str:

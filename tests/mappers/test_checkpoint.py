@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ import torch
 
 from mappers import Mapper, fit
 from mappers.checkpoint import Checkpoint, Saved
-from mappers.errors import CheckpointMismatch
+from mappers.errors import CheckpointMismatch, DataUnreadable, MapperError
 from mappers.exact import CopyFinder
 from mappers.gathered import BATCH, Gathered
+from mappers.interrupts import put_off
 
 
 class Killed(Exception):
@@ -42,9 +46,9 @@ def file(left: Path, tmp_path: Path) -> Path:
 
 def fitted(folders: dict[str, Path], documents: Any, checkpoint: Path | None, **changes: Any) -> Mapper:
     """From `sibling`, some layers of which are copies."""
-    given = {"layers": 1, "weighting": "attention", "tokens": 1500, **changes}
+    given = {"layers": 1, "weighting": "attention", "tokens": 1500, "checkpoint_s": 0, **changes}
     models = {"source": folders["sibling"], "target": folders["large"], **given}
-    return fit(documents=documents, checkpoint=checkpoint, checkpoint_s=0, **models)
+    return fit(documents=documents, checkpoint=checkpoint, **models)
 
 
 def test_a_fit_that_was_killed_goes_on_and_ends_the_same(
@@ -72,6 +76,64 @@ def test_kept_statistics_serve_other_methods_and_more_tokens(
         mapper = fitted(folders, documents, file, keep=True, progress=lambda done, _: read.append(done), **change)
         assert len(read) == num_read
         assert mapper.bundle_id == fitted(folders, documents, None, **change).bundle_id
+
+
+def interrupting(documents: list[list[int]], count: int) -> Iterator[list[int]]:
+    yield from documents[:count]
+    raise KeyboardInterrupt
+
+
+def unreadable(documents: list[list[int]], count: int) -> Iterator[list[int]]:
+    yield from documents[:count]
+    raise DataUnreadable("the rest is broken")
+
+
+@pytest.mark.parametrize("broken_off", [interrupting, unreadable])
+def test_what_was_read_before_an_interrupt_is_kept(
+    folders: dict[str, Path], documents: list[list[int]], tmp_path: Path, broken_off: Any
+) -> None:
+    file, read = tmp_path / "partial", list[int]()
+    with pytest.raises((KeyboardInterrupt, DataUnreadable)):
+        fitted(folders, broken_off(documents, 10), file, checkpoint_s=3600)
+    resumed = fitted(folders, documents, file, progress=lambda done, _: read.append(done))
+    assert read[0] == 11 * 96
+    assert resumed.bundle_id == fitted(folders, documents, None).bundle_id
+
+
+def test_an_interrupt_waits_for_what_must_not_be_left_half_done() -> None:
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), put_off():
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with put_off():
+        signal.raise_signal(signal.SIGINT)  # as ignored as ever
+    signal.signal(signal.SIGINT, heard)
+
+
+def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
+    checkpoint.save(Saved({"x": torch.ones(3)}, {"num_documents": 1}))
+    with without_room(), pytest.raises(MapperError, match="cannot write .*partial: "):
+        checkpoint.save(Saved({"x": torch.ones(100_000)}, {"num_documents": 2}))
+    saved = checkpoint.load()
+    assert saved is not None and saved.num_documents == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["partial"]
+
+
+@contextmanager
+def without_room() -> Iterator[None]:
+    """No file of this process may grow beyond a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
 
 
 @pytest.mark.parametrize("is_folded", [False, True])
@@ -158,6 +220,33 @@ def test_what_is_no_checkpoint_is_refused(
     file.write_bytes(file.read_bytes()[:1000] if content is None else content)
     with pytest.raises(CheckpointMismatch, match="is no checkpoint of a fit"):
         fitted(folders, documents, file)
+
+
+class Looking(Mapping[str, torch.Tensor]):
+    """One tensor, and the modes that the file beside has when it is asked for it."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self.modes: list[int] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.modes.append(self._file.stat().st_mode & 0o777)
+        return torch.ones(3)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_nobody_else_can_look_while_it_is_written(tmp_path: Path) -> None:
+    left = tmp_path / "partial.new"  # by a run that was killed
+    left.touch(mode=0o644)
+    looking = Looking(left)
+    Checkpoint(tmp_path / "partial", {}).save(Saved(looking, {}))
+    assert looking.modes == [0o600]
+    assert (tmp_path / "partial").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failed_save_leaves_what_was_saved_before(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -39,15 +40,17 @@ def pair(root: Path) -> list[str]:
 
 def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
-    assert fit.main([*arguments, "--precision", "float32", "--max-ppl-ratio", "3"]) == 0
+    gate = ["--max-ppl-ratio", "3", "--gate-lengths", "40", "60", "--gate-documents", "3"]
+    assert fit.main([*arguments, "--precision", "float32", *gate]) == 0
     out, err = capsys.readouterr()
     assert "3 layers of 2 x 8 onto 3 of 2 x 8; statistics take at most 0.0 GB" in err
-    assert "of 900 tokens" in err
+    assert "902 tokens in 11 documents\n" in err and "902 of 902 tokens" in err and "6 of 6 outputs" in err
+    assert err.endswith(f"{shlex.join(['kvrelay', 'eval', str(tmp_path / 'b'), *pair(workplace), '--write'])}\n")
     assert re.search(r"the models read for \d+\.\d s; all else took \d+\.\d s", err)
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
     assert manifest.calibration.name == "talks.jsonl, split calibrate"
-    assert manifest.gate is not None and manifest.gate.max_ppl_ratio == 3 and manifest.gate.min_top1 == 0.80
+    assert manifest.gate == Gate(max_ppl_ratio=3, min_top1=0.80, lengths=(40, 60), min_documents=3)
     assert manifest.precision == "float32" and manifest.target.tokenizer_digest is not None
 
 
@@ -217,7 +220,7 @@ def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.Capt
         ([], "--out missing"),
         (["--out", "x", "--source", "s"], "--target, --data missing; without them, name a family"),
         (["PAIR", "--out", "x", "--method", "rige"], "unknown mapper 'rige'; known: hidden, identity"),
-        (["PAIR", "--out", "x", "--tokens", "10"], "10 tokens for 48 features"),
+        (["PAIR", "--out", "x", "--tokens", "10"], "78 tokens for 48 features; at least 192 are needed beside what is"),
         (["PAIR", "--out", "x", "--data", "/nonesuch"], "cannot read /nonesuch"),
         (["PAIR", "--out", "x", "--source", "/nonesuch"], "no model at '/nonesuch'"),
     ],
@@ -248,6 +251,8 @@ def test_fit_says_what_it_lacks(
         (["--checkpoint-minutes", "nan"], "checkpoint_minutes is nan; allowed: 0 and more"),
         (["--max-ppl-ratio", "0.5"], "max_ppl_ratio is 0.5; allowed: 1 and more"),
         (["--min-top1", "80"], "min_top1 is 80.0; allowed: 0 to 1"),
+        (["--gate-documents", "0"], "gate_documents is 0; allowed: 1 and more"),
+        (["--gate-lengths", "384", "-1"], "gate_lengths is -1; allowed: 1 and more"),
     ],
 )
 def test_fit_checks_its_arguments_before_it_prepares_anything(
