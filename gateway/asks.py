@@ -92,6 +92,7 @@ def answer(
             "stable_messages": turn.stable_messages,
             "logprobs": num_top is not None,
             "top_logprobs": num_top or 0,
+            "response_format": asked.form.model_dump() if asked.form else None,
         },
     )
 

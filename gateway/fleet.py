@@ -48,6 +48,13 @@ class Tier:
         return any(worker.is_usable and worker.info is not None for worker in self.workers.values())
 
     @property
+    def response_formats(self) -> list[str]:
+        """The types that all of its workers have, of those that were seen."""
+        infos = [worker.info for worker in self.workers.values() if worker.info is not None]
+        told = infos[0].response_formats if infos else ["text"]
+        return [one for one in told if all(one in info.response_formats for info in infos)]
+
+    @property
     def is_ready(self) -> bool:
         return any(worker.is_ready for worker in self.workers.values())
 

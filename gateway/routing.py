@@ -10,9 +10,11 @@ from gateway.fleet import Fleet, Tier
 from gateway.policies import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.schemas import KvrelayOptions
+from gateway.settings import AUTO
 from gateway.tenants import Tenant
 from gateway.turn import Named, Turn
 from workers.api.errors import InvalidRequest
+from workers.api.schemas import ResponseFormat
 
 NAMED = "named"  # stands as the policy where the client named the model
 
@@ -47,6 +49,8 @@ def decide(turn: Turn, asked: Asked, selected: Selected, fleet: Fleet, tiers: Se
     if named is None:
         return selected.decide(tiers, asked)
     check_may_use(turn.tenant, named)
+    if turn.request.form is not None and turn.request.form.type not in named.response_formats:
+        raise _no_such_form(turn.request.form, [named])
     if named.name not in tiers:
         raise InvalidRequest(
             f"model {named.name!r} lies above max_tier {options.max_tier!r}; allowed: {', '.join(tiers)}",
@@ -86,7 +90,25 @@ def allowed(turn: Turn, fleet: Fleet) -> list[str]:
             f"allowed: {', '.join(turn.tenant.tiers)}",
             param="kvrelay.max_tier",
         )
-    return tiers
+    form = turn.request.form
+    return tiers if form is None or turn.request.model != AUTO else _able(form, [fleet.tiers[tier] for tier in tiers])
+
+
+def _able(form: ResponseFormat, tiers: Sequence[Tier]) -> list[str]:
+    """Those of the tiers that can answer in this form."""
+    able = [tier.name for tier in tiers if form.type in tier.response_formats]
+    if not able:
+        raise _no_such_form(form, tiers)
+    return able
+
+
+def _no_such_form(form: ResponseFormat, tiers: Sequence[Tier]) -> InvalidRequest:
+    models = " nor ".join(repr(tier.model) for tier in tiers)
+    allowed = ", ".join(dict.fromkeys(one for tier in tiers for one in tier.response_formats))
+    return InvalidRequest(
+        f"response_format.type: {form.type!r} is nothing that {models} can be asked for; allowed: {allowed}",
+        param="response_format.type",
+    )
 
 
 def _up_to(options: KvrelayOptions, fleet: Fleet, tenant: Tenant) -> list[str]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gateway.prefix import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
-from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Message, StreamOptions
+from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Message, ResponseFormat, StreamOptions
 
 R = TypeVar("R", bound="ClientRequest")
 
@@ -39,12 +39,6 @@ class KvrelayOptions(BaseModel):
     explain: bool = False
     no_cache: bool = False
     agreement_probe: int = Field(default=0, ge=0, le=64)
-
-
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    type: Literal["text"]
 
 
 class CacheChoice(BaseModel):
@@ -172,6 +166,11 @@ class AskedFor(ClientRequest):
         return None
 
     @property
+    def form(self) -> ResponseFormat | None:
+        """Of the answer; None for any text."""
+        return None
+
+    @property
     def max_answer_tokens(self) -> int | None:
         raise NotImplementedError
 
@@ -190,7 +189,7 @@ class ChatCompletionRequest(AskedFor):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Any = None  # ignored
 
@@ -207,6 +206,11 @@ class ChatCompletionRequest(AskedFor):
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        asked = self.response_format
+        return None if asked is None or asked.type == "text" else asked
 
     @property
     def max_answer_tokens(self) -> int | None:

@@ -38,7 +38,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"seed": 2**70}, "seed", "seed"),
         ({"n": 2}, "n", "Input should be 1; got 2"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "allowed: text"),
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"presence_penalty": 0.5}, "presence_penalty", "Input should be 0"),
         ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, temperature"),

@@ -15,6 +15,7 @@ CacheId = Annotated[str, Field(pattern=r"^kvc-[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TenantSalt = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
 Provenance = str  # "exact", or "mapped:<bundle id>"
+FormatType = Literal["text", "json_object", "json_schema"]
 Path = Literal["exact", "mapped", "hybrid", "prefill"]
 
 DEFAULT_NATIVE_HEAD = 4
@@ -287,6 +288,38 @@ class WorkerStreamOptions(StreamOptions):
     interval_ms: float = Field(default=0.0, ge=0, le=60_000)
 
 
+class JsonSchema(BaseModel):
+    """What an answer is to follow. The engine is as `strict` as it always is; `name` and `description` are the
+    client's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, serialize_by_alias=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: FormatType = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") is (self.json_schema is None):
+            raise ValueError("json_schema goes with type json_schema, and only with that")
+        return self
+
+    @property
+    def rules(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer is to follow; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.rules
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class ChatRequest(BaseModel):
     """The worker's `/v1/chat/completions`. Fields of the OpenAI API that the engine lacks are refused by name."""
 
@@ -304,6 +337,7 @@ class ChatRequest(BaseModel):
     stop: str | list[str] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: WorkerStreamOptions | None = None
     kv_transfer_params: KVTransferParams | None = None
@@ -399,7 +433,7 @@ class Rates(Reply):
 
 class WorkerInfo(Reply):
     """What a worker is. `exports` are the ways to its pool, `site` what it can open itself: `exports` of one worker and
-    `site` of another decide how the second reads the first."""
+    `site` of another decide how the second reads the first. `response_formats` are the types that its engine has."""
 
     worker: str
     model: str
@@ -417,3 +451,4 @@ class WorkerInfo(Reply):
     pid: int
     exports: list[PoolExport] = []
     site: Site | None = None
+    response_formats: list[str] = ["text"]

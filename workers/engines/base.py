@@ -14,15 +14,15 @@ An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from mappers.cache import KVCache
-from workers.api.schemas import KVLayout, PoolExport
+from workers.api.schemas import FormatType, KVLayout, PoolExport
 from workers.engines.admission import Admission, Claim
 from workers.engines.compute import Compute
 from workers.engines.rates import RateMeter
@@ -71,13 +71,15 @@ class ModelInfo:
 class Sampling:
     """How the next token is chosen: greedily at temperature 0, else drawn by a generator of this `seed`.
 
-    `num_top` alternatives are reported with each token.
+    `num_top` alternatives are reported with each token. What is written follows the JSON schema `rules`, where the
+    engine has that.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     num_top: int = 0
+    rules: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class Engine(ABC):
 
     name: str
     tells_distributions: ClassVar[bool] = False  # whether its sequences have `logprobs`
+    response_formats: ClassVar[tuple[FormatType, ...]] = ("text",)  # types; all but text need `Sampling.rules`
     model: ModelInfo
     tokenizer: Tokenizer
     compute: Compute

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from workers.api.errors import InvalidRequest
-from workers.api.schemas import ChatRequest, CompletionRequest, KVTransferParams
+from workers.api.schemas import ChatRequest, CompletionRequest, KVTransferParams, ResponseFormat
 from workers.engines.base import Sampling
 from workers.engines.tokenizer import PromptTokens
 from workers.serving.answer import AnswerJob
@@ -21,9 +22,10 @@ async def chat_job(worker: Worker, request: ChatRequest) -> AnswerJob:
     worker.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    rules = _rules(worker, request.response_format)
     prompt = await worker.prompts.read_chat(request)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    return _job(worker, request, prompt, arrived, max_tokens, num_top=request.top_logprobs)
+    return _job(worker, request, prompt, arrived, max_tokens, num_top=request.top_logprobs, rules=rules)
 
 
 async def completion_job(worker: Worker, request: CompletionRequest) -> AnswerJob:
@@ -42,6 +44,7 @@ def _job(
     max_tokens: int | None,
     *,
     num_top: int,
+    rules: dict[str, Any] | None = None,
 ) -> AnswerJob:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
@@ -49,7 +52,7 @@ def _job(
     worker.prompts.check_length(num_prompt, max_tokens or 1)
     return AnswerJob(
         prompt=prompt,
-        sampling=Sampling(request.temperature, request.top_p, _seed(request.seed), num_top),
+        sampling=Sampling(request.temperature, request.top_p, _seed(request.seed), num_top, rules),
         max_tokens=max_tokens or worker.engine.model.max_model_len - num_prompt,
         stops=_stops(request.stop),
         params=request.kv_transfer_params or KVTransferParams(),
@@ -58,6 +61,18 @@ def _job(
         deadline=None if request.deadline_ms is None else arrived + request.deadline_ms / 1e3,
         priority=request.priority,
     )
+
+
+def _rules(worker: Worker, form: ResponseFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    known = worker.engine.response_formats
+    if form.type not in known:
+        raise InvalidRequest(
+            f"response_format.type: {worker.engine.model.name!r} has no {form.type!r}; allowed: {', '.join(known)}",
+            param="response_format.type",
+        )
+    return form.rules
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

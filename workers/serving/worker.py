@@ -125,6 +125,7 @@ class Worker:
             pid=os.getpid(),
             exports=self.tickets.exports,
             site=self.transfers.site,
+            response_formats=list(self.engine.response_formats),
         )
 
     def check_model(self, name: str | None, param: str = "model") -> None:

@@ -98,10 +98,22 @@ async def test_bad_requests(
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_what_the_engine_cannot_do_is_refused_by_name(served: Served, path: str) -> None:
     prompt = {"messages": [USER]} if path.startswith("chat") else {"prompt": "The dog?"}
-    others = {"n": 2, "top_k": 5, "logit_bias": {"5": 1}, "presence_penalty": 1, "response_format": {"type": "text"}}
+    others = {"n": 2, "top_k": 5, "logit_bias": {"5": 1}, "presence_penalty": 1}
     for name, value in others.items():
         reply = await served.http.post(f"/v1/{path}", json=prompt | {"tenant_salt": SALT, name: value})
         assert (reply.status_code, error_of(reply)["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("form", ["json_object", "json_schema"])
+async def test_json_mode_is_refused_by_an_engine_without(served: Served, form: str) -> None:
+    schema = {"json_schema": {"name": "a", "schema": {"type": "object"}}} if form == "json_schema" else {}
+    base = {"messages": [USER], "tenant_salt": SALT, "max_tokens": 1}
+    asked = base | {"response_format": {"type": form} | schema}
+    reply = await served.http.post("/v1/chat/completions", json=asked)
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "response_format.type")
+    assert f"has no '{form}'; allowed: text" in error_of(reply)["message"]
+    asked = base | {"response_format": {"type": "text"}}
+    assert (await served.http.post("/v1/chat/completions", json=asked)).status_code == 200
 
 
 async def test_a_body_that_is_not_json(served: Served) -> None:

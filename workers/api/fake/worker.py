@@ -89,6 +89,7 @@ class FakeWorker(Faulty):
     bundle_off: str | None = None  # why its bundle is not used
     bundle_on_trial: bool = False
     reused_tokens: int = 0  # of what it maps, so many stood mapped here already
+    response_formats: Sequence[str] = ("text",)
     tells_early: bool = True  # what it reused stands in the first chunk too
 
     def __post_init__(self) -> None:
@@ -162,6 +163,7 @@ class FakeWorker(Faulty):
             free_blocks=1000,
             rates=self.rates,
             pid=os.getpid(),
+            response_formats=list(self.response_formats),
         )
         return info.model_dump()
 
@@ -252,6 +254,8 @@ class FakeWorker(Faulty):
         asked = parse(ChatRequest, body)
         if asked.top_logprobs and not asked.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        if asked.response_format is not None and asked.response_format.type not in self.response_formats:
+            raise InvalidRequest(f"{self.model} has no {asked.response_format.type}", param="response_format.type")
         tokens = render(asked.messages)
         self._check_length(tokens)
         answer = Answer(self, asked, tokens, self._look_up(asked, tokens))

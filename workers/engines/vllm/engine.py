@@ -24,12 +24,13 @@ from functools import partial
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from mappers.cache import KVCache
-from workers.api.errors import CacheStale, DeadlineExceeded, Overloaded, WorkerUnavailable
+from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, Overloaded, WorkerUnavailable
 from workers.api.schemas import Ticket
 from workers.digest import token_digest
 from workers.engines.admission import Admission, Claim
@@ -54,12 +55,14 @@ log = logging.getLogger(__name__)
 
 LENT_S = 60.0  # what is published is read back at once, and given back with the next request
 WARM_UP_TOKENS, WARM_UP_S = 256, 240.0
+SHOWN_CHARS = 200  # of what vLLM says of a schema
 
 
 class VllmEngine(Engine):
     """`llm` runs the model that `info` describes, with kvrelay's connector. See `workers.engines.vllm.loading`."""
 
     name = "vllm"
+    response_formats = ("text", "json_object", "json_schema")
 
     def __init__(self, llm: AsyncLLM, info: ModelInfo, tokenizer: Tokenizer, admission: Admission, compute: Compute):
         self.model = info
@@ -105,6 +108,8 @@ class VllmEngine(Engine):
                     if claim.priority > BACKGROUND:
                         self.compute.busy_at = time.monotonic()
                     yield output
+            except VLLMClientError as error:
+                raise _refused(error) from error
             except EngineDeadError as error:
                 signal.raise_signal(signal.SIGTERM)
                 raise WorkerUnavailable("the vLLM engine has ended") from error
@@ -275,7 +280,13 @@ def _sampling(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": params.model_dump()} if params else None,
+        structured_outputs=StructuredOutputsParams(json=dict(sampling.rules)) if sampling.rules is not None else None,
     )
+
+
+def _refused(error: VLLMClientError) -> InvalidRequest:
+    """Of what a request says, only a JSON schema has not been looked at before it comes to vLLM."""
+    return InvalidRequest(f"response_format.json_schema.schema: {str(error)[:SHOWN_CHARS]}", param="response_format")
 
 
 def _tokens(output: Any, num_top: int) -> list[Token]:

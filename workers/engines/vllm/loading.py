@@ -108,7 +108,6 @@ def _arguments(settings: WorkerSettings, info: ModelInfo) -> Any:
         "async_scheduling": False,  # by which a step may run over what the step before could not load
         "enforce_eager": settings.device == "cpu",
         "scheduling_policy": "priority",
-        "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "kv_transfer_config": KVTransferConfig(**connector_config(settings)),
     }
