@@ -145,10 +145,10 @@ def _output_digest(folder: Path, cache_folder: Path | None) -> str | None:
     weights = folder / "model.safetensors"
     if not weights.exists():
         return None
-    return _remembered("output", folder, [weights], cache_folder, lambda: _file_digest(weights))
+    return _remembered("output", folder, [weights], cache_folder, lambda: file_digest(weights))
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -246,7 +246,7 @@ def _vocabularies(folder: Path) -> dict[str, bytes]:
     for names in VOCABULARIES:
         if (folder / names[0]).exists():
             files = [folder / name for name in (*names, "added_tokens.json") if (folder / name).exists()]
-            found[names[0]] = _canonical([[file.name, _file_digest(file)] for file in files])
+            found[names[0]] = _canonical([[file.name, file_digest(file)] for file in files])
     return found
 
 

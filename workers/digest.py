@@ -20,34 +20,25 @@ from workers.api.errors import InvalidRequest
 from workers.api.schemas import KVLayout, Provenance
 
 CHAIN_TOKENS = 64
+_COMPARED_AT_ONCE = 256  # tokens: whole slices compare fast
 _TOKENS_DOMAIN = b"kvrelay/tokens/1"
 _BLOCKS_DOMAIN = b"kvrelay/blocks/2"
 
 
-@dataclass(frozen=True)
-class TokenChain:
-    """The digest of a sequence so far. `extend` gives that of a longer one and reads the new tokens only."""
-
-    head: bytes
-    pending: bytes = b""  # the tokens of the last, unfinished chunk, packed
-
-    @staticmethod
-    def start(salt: str) -> TokenChain:
-        return TokenChain(_hash(_TOKENS_DOMAIN, salt.encode()))
-
-    def extend(self, token_ids: Sequence[int]) -> TokenChain:
-        packed = self.pending + pack_tokens(token_ids)
-        full = len(packed) - len(packed) % (CHAIN_TOKENS * _TOKEN_BYTES)
-        return TokenChain(_chain(self.head, packed[:full], CHAIN_TOKENS)[-1], packed[full:])
-
-    @property
-    def hexdigest(self) -> str:
-        return _chain(self.head, self.pending, CHAIN_TOKENS)[-1].hex()
-
-
 def token_digest(token_ids: Sequence[int], salt: str) -> str:
     """The digest of exactly these tokens under this tenant's salt, in hex."""
-    return TokenChain.start(salt).extend(token_ids).hexdigest
+    return _chain(_hash(_TOKENS_DOMAIN, salt.encode()), pack_tokens(token_ids), CHAIN_TOKENS)[-1].hex()
+
+
+def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    limit = min(len(left), len(right))
+    for begin in range(0, limit, _COMPARED_AT_ONCE):
+        part = slice(begin, min(begin + _COMPARED_AT_ONCE, limit))
+        mine, theirs = tuple(left[part]), tuple(right[part])
+        if mine != theirs:
+            return begin + next(at for at, token in enumerate(mine) if token != theirs[at])
+    return limit
 
 
 @dataclass(frozen=True)

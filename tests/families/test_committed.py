@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import mappers
 from mappers.errors import FingerprintMismatch, UnknownFamily
 from mappers.families import Family, find_family
-from workers.families.derived import RECORD, file_digest
+from mappers.fingerprint import RECIPE_FILE, file_digest
 
 
 @pytest.fixture(scope="module", params=["smol", "tiny"])
@@ -67,11 +67,11 @@ def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: Family, tm
     weight = tensors["model.layers.20.mlp.down_proj.weight"]
     weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    record = json.loads((folder / RECORD).read_text())
+    record = json.loads((folder / RECIPE_FILE).read_text())
     assert file_digest(folder / "model.safetensors") != record["output_digest"]
     mapper = mappers.load(smol.bundle)
     with pytest.raises(FingerprintMismatch):  # changed since it was made
         mapper.check(mappers.fingerprint(folder), mappers.fingerprint(smol.target))
     record["output_digest"] = file_digest(folder / "model.safetensors")
-    (folder / RECORD).write_text(json.dumps(record))
+    (folder / RECIPE_FILE).write_text(json.dumps(record))
     mapper.check(mappers.fingerprint(folder), mappers.fingerprint(smol.target))

@@ -63,10 +63,6 @@ class Compute:
             self._changed.notify()
         return done
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._steps)
-
     def close(self) -> None:
         """Finish the running step, fail those that wait, and end the thread."""
         with self._changed:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from workers.api.errors import ContextLengthExceeded, InvalidRequest
 from workers.api.schemas import Message
+from workers.digest import common_prefix_len
 
 REPLACEMENT = "\ufffd"
 
@@ -29,12 +30,6 @@ class PromptTokens:
 
     token_ids: list[int]
     stable_tokens: int | None = None
-
-
-def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    shorter = min(len(left), len(right))
-    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 class Tokenizer:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-RECORD = "kvrelay.json"
+from mappers.fingerprint import RECIPE_FILE, file_digest
 
 
 def recipe_fingerprint(*parts: str) -> str:
@@ -23,15 +23,10 @@ def recipe_fingerprint(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def is_made(folder: Path, fingerprint: str) -> bool:
     """Whether `folder` holds the finished result of this very recipe."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECIPE_FILE).read_text())
     except (OSError, ValueError):
         return False
     return bool(record.get("fingerprint") == fingerprint and (folder / "model.safetensors").exists())
@@ -48,7 +43,7 @@ def make(folder: Path, fingerprint: str, build: Callable[[Path], None]) -> None:
         try:
             build(scratch)
             digest = file_digest(scratch / "model.safetensors")
-            (scratch / RECORD).write_text(json.dumps({"fingerprint": fingerprint, "output_digest": digest}))
+            (scratch / RECIPE_FILE).write_text(json.dumps({"fingerprint": fingerprint, "output_digest": digest}))
             if folder.exists():
                 shutil.rmtree(folder)
             scratch.rename(folder)

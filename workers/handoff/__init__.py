@@ -4,9 +4,10 @@
     plan.py      what must hold before a source block is read
     decide.py    map, hybrid, or neither: by cost, from values to a value
     made.py      what earlier handoffs of the same conversation have mapped already
+    source.py    the source's blocks, by the fastest transport that works
     handoffs.py  the move itself
 
-Knows no HTTP: a peer is whatever leases, which `WorkerClient` and `TicketOffice` do.
+Knows no HTTP: a peer is whatever leases, as `WorkerClient` does.
 """
 
 from workers.handoff.handoffs import Handoffs, chunks

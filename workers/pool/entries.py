@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from workers.api.schemas import Provenance
+from workers.digest import common_prefix_len
 
 EXACT: Provenance = "exact"
 LEASE_EVENTS = ("granted", "released", "expired", "refused")
-_COMPARED_AT_ONCE = 256  # tokens: whole slices compare fast
 
 
 def new_cache_id() -> str:
@@ -58,12 +58,7 @@ class CacheEntry:
 
     def common_prefix(self, token_ids: Sequence[int]) -> int:
         """How many first tokens this cache and `token_ids` share: as much of it as that request may use."""
-        limit = min(len(token_ids), self.num_tokens)
-        for begin in range(0, limit, _COMPARED_AT_ONCE):
-            theirs, ours = (ids[begin : min(begin + _COMPARED_AT_ONCE, limit)] for ids in (token_ids, self.token_ids))
-            if tuple(theirs) != ours:
-                return begin + next(i for i, token in enumerate(theirs) if token != ours[i])
-        return limit
+        return common_prefix_len(self.token_ids, token_ids)
 
 
 class Hold:

@@ -1,13 +1,10 @@
-"""`TicketOffice`: a worker's leases as the messages of `workers.api`.
-
-It has the calls of `WorkerClient` that a handoff needs, so a pool of the same process can be a handoff's peer.
-"""
+"""`TicketOffice`: a worker's leases as the messages of `workers.api`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.api.schemas import LeaseRequest, PoolExport, Ticket
+from workers.api.schemas import PoolExport, Ticket
 from workers.pool.entries import Lease
 from workers.pool.pool import Pool
 
@@ -25,15 +22,6 @@ class TicketOffice:
     def exports(self) -> list[PoolExport]:
         """All ways to the pool."""
         return [self.pool.export(), *self.streams]
-
-    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
-        return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
-
-    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
-        self.pool.release(cache_id, lease_id)
-
-    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
-        self.pool.discard(cache_id)
 
     def ticket(self, lease: Lease) -> Ticket:
         entry, exports = lease.entry, self.exports

@@ -51,7 +51,7 @@ async def test_steps_run_by_priority_and_then_by_arrival(compute: Compute) -> No
     steps = [("a", 0), ("b", 0), ("urgent", 5), ("late", -1), ("c", 0)]
     waiting = [asyncio.create_task(compute.run(note(name), priority=priority)) for name, priority in steps]
     await asyncio.sleep(0)
-    assert compute.num_waiting == len(steps)
+    assert order == []
     gate.open()
     await asyncio.gather(blocking, *waiting)
     assert order == ["urgent", "a", "b", "c", "late"]

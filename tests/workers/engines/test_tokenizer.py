@@ -9,7 +9,7 @@ import pytest
 from tests.workers.engines import tiny
 from workers.api.errors import ContextLengthExceeded, InvalidRequest
 from workers.api.schemas import Message
-from workers.engines.tokenizer import Detokenizer, Tokenizer, common_prefix_len
+from workers.engines.tokenizer import Detokenizer, Tokenizer
 
 TALK = [
     Message(role="system", content="A cache holds keys."),
@@ -130,10 +130,3 @@ def test_an_incomplete_character_is_told_at_the_end_only() -> None:
     detokenizer = Detokenizer(words)
     assert [detokenizer.push(i) for i in ids] == [""] * len(ids)
     assert detokenizer.flush() == words.decode(ids) != ""
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "shared"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9, 3], 1), ([4], [5], 0)]
-)
-def test_common_prefix(left: list[int], right: list[int], shared: int) -> None:
-    assert common_prefix_len(left, right) == common_prefix_len(right, left) == shared

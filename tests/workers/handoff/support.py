@@ -133,12 +133,25 @@ def make_pool(
     return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), fingerprint, **more)
 
 
+class LocalPeer(TicketOffice):
+    """A peer in this process: a pool, by the calls that a handoff makes."""
+
+    async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
+        return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
+
+    async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        self.pool.release(cache_id, lease_id)
+
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
+        self.pool.discard(cache_id)
+
+
 @dataclass
 class Pair:
     """A source worker with its tickets, and the receiving side of a target worker."""
 
     source: Pool
-    office: TicketOffice
+    office: LocalPeer
     target: HandoffTarget
     compute: Compute
     handoffs: Handoffs = field(init=False)
@@ -195,7 +208,7 @@ def make_pair(kind: str = "inproc", *, target_layout: KVLayout = TARGET_LAYOUT, 
         site=site_here(cuda=False),
         chunk_tokens=CHUNK_TOKENS,
     )
-    return Pair(pool, TicketOffice(pool, "small"), target, compute)
+    return Pair(pool, LocalPeer(pool, "small"), target, compute)
 
 
 def request(entry: CacheEntry, **changes: Any) -> TransferRequest:
@@ -211,7 +224,7 @@ def request(entry: CacheEntry, **changes: Any) -> TransferRequest:
 class ForgingPeer:
     """A peer whose tickets are not what they should be: each field in `changes` replaces the ticket's."""
 
-    def __init__(self, office: TicketOffice, **changes: Any):
+    def __init__(self, office: LocalPeer, **changes: Any):
         self._office, self._changes = office, changes
         self.num_leased = self.num_released = 0
 
@@ -241,7 +254,7 @@ class RemotePeer:
 class FrozenPeer:
     """A peer that stops answering, from its first call on or once it has given a ticket."""
 
-    def __init__(self, office: TicketOffice, *, after_lease: bool):
+    def __init__(self, office: LocalPeer, *, after_lease: bool):
         self._office, self._after_lease = office, after_lease
         self.num_releasing = 0
 

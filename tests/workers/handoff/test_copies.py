@@ -18,6 +18,7 @@ from tests.workers.handoff.support import (
     SOURCE,
     TARGET,
     HeldMapper,
+    LocalPeer,
     Pair,
     card,
     make_pair,
@@ -32,7 +33,6 @@ from workers.api.schemas import KVLayout
 from workers.handoff import chunks
 from workers.pool.blocks import block_bytes
 from workers.pool.pool import Pool
-from workers.pool.tickets import TicketOffice
 from workers.transports.lender import Lender
 
 SOURCE_LAYOUT = KVLayout(num_layers=4, num_kv_heads=3, head_dim=8, block_tokens=8, dtype="float32")
@@ -75,7 +75,7 @@ def pair_over(kind: str, layout: KVLayout = SOURCE_LAYOUT) -> Iterator[Pair]:
             lender = Lender(pair.source.arena, SECRET)
             held.callback(lender.close)
             lender.start()
-            pair.office = TicketOffice(pair.source, "small", (lender.export,))
+            pair.office = LocalPeer(pair.source, "small", (lender.export,))
         yield pair
 
 

@@ -131,7 +131,7 @@ async def test_a_source_that_is_killed_meanwhile_leaves_what_it_had_written(pair
     expected, found = offline(200, 4, random_kv(0, 200, seed=6)), handed_over(pair, reply)
     assert max(float((a - b).abs().max()) for a, b in zip(found.keys, expected.keys, strict=True)) < 1e-5
     pair.target.readers.sweep()
-    assert pair.target.readers.peers == []
+    assert not num_mappings(str(ticket.pool.address["name"]), "r--s")
     await pair.handoffs.aclose()
 
 
@@ -155,7 +155,6 @@ async def test_the_sources_pool_is_opened_once() -> None:
     for seed in (0, 500):
         await pair.handoffs.transfer(request(pair.source_cache(40, seed=seed)), peer=pair.office)
     assert num_mappings(str(pair.source.export().address["name"]), "r--s") == 1
-    assert pair.target.readers.peers == ["small-0"]
     await pair.handoffs.aclose()
     pair.close()
 

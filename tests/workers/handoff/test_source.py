@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.workers.handoff.support import ForgingPeer, Pair, make_pair, random_mapper, request, until
+from tests.workers.handoff.support import ForgingPeer, LocalPeer, Pair, make_pair, random_mapper, request, until
 from tests.workers.pool.support import SALT, random_kv
 from tests.workers.transports.owner import SECRET
 from tests.workers.transports.tap import Tap
 from workers.api.errors import CacheNotFound, CacheStale, DeadlineExceeded, KvrelayError, PoolFull, TransferFailed
 from workers.api.schemas import PoolExport, TransferReply
 from workers.pool.segment import SHM
-from workers.pool.tickets import TicketOffice
 from workers.transports.lender import Lender
 from workers.transports.threads import THREADS_EACH
 
@@ -36,7 +35,7 @@ class Lending:
         pair.adjust(transport_failed=lambda kind, error: self.failures.append((kind, error.code)))
 
     def offer(self, *streams: PoolExport) -> None:
-        self.pair.office = TicketOffice(self.pair.source, "small", streams)
+        self.pair.office = LocalPeer(self.pair.source, "small", streams)
 
     def remove_file(self) -> None:
         (SHM / str(self.pair.source.export().address["name"])).unlink()

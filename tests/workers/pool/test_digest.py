@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, OTHER_SALT, SALT
 from workers.api.errors import InvalidRequest
-from workers.digest import CHAIN_TOKENS, KVIdentity, TokenChain, block_chain, token_digest
+from workers.digest import CHAIN_TOKENS, KVIdentity, block_chain, common_prefix_len, token_digest
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=3 * CHAIN_TOKENS)
 
@@ -38,9 +39,19 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
     assert run.stdout.strip() == token_digest(range(200), SALT)
 
 
-@given(tokens, st.integers(0, 200))
-def test_extending_reads_the_same_as_starting_over(ids: list[int], cut: int) -> None:
-    assert TokenChain.start(SALT).extend(ids[:cut]).extend(ids[cut:]).hexdigest == token_digest(ids, SALT)
+@pytest.mark.parametrize(
+    ("left", "right", "shared"),
+    [
+        ([], [1], 0),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([4], [5], 0),
+        (range(700), (*range(600), 0, *range(601, 700)), 600),
+        (range(512), tuple(range(900)), 512),
+    ],
+)
+def test_common_prefix(left: Sequence[int], right: Sequence[int], shared: int) -> None:
+    assert common_prefix_len(left, right) == common_prefix_len(right, left) == shared
 
 
 @given(tokens, tokens)

@@ -10,8 +10,8 @@ from mappers.cache import KVGeometry
 from mappers.mapper import Mapper
 from workers.api.errors import CacheMismatch, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.digest import common_prefix_len
 from workers.engines.base import MIN_LOADED_TOKENS
-from workers.engines.tokenizer import common_prefix_len
 from workers.engines.vllm.params import LoadPart, TransferParams
 from workers.handoff.plan import check_tokens, plan_handoff
 from workers.pool.entries import EXACT

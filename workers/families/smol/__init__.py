@@ -12,10 +12,10 @@ import json
 import shutil
 from pathlib import Path
 
-from mappers.fingerprint import default_cache_folder
+from mappers.fingerprint import default_cache_folder, file_digest
 from workers.families import Family, Say
 from workers.families.corpora import sharegpt
-from workers.families.derived import file_digest, is_made, make, recipe_fingerprint
+from workers.families.derived import is_made, make, recipe_fingerprint
 from workers.families.sources import SMOLLM2, drop, fetch
 
 HERE = Path(__file__).parent
