@@ -71,11 +71,10 @@ class Chooser:
         paths = self._paths(self._method, group, most)
         if layers == AUTO:
             paths = [self._affordable(group, path) for path in paths]
-        group.fold(_joined(blocks for path in paths for blocks in path))
         shared = _Shared(group)
         for index, path in enumerate(self._attended(group, most, paths) if self._judge else paths):
-            yield self._choice(shared, index, path)
-            shared.keep(path)
+            shared.go_to(index, path)
+            yield self._choice(shared, path)
 
     def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
         """The keys and values that a solution gives."""
@@ -111,22 +110,24 @@ class Chooser:
         solution = self._method.rough.solve(train, group.layout, held_out)
         return self._judge.error(blocks, self.outputs(group.targets[index], solution))
 
-    def _choice(self, shared: _Shared, index: int, path: list[Blocks]) -> Choice:
+    def _choice(self, shared: _Shared, path: list[Blocks]) -> Choice:
         """The best of a path, fitted to all documents. It is gone from its end as long as fewer blocks do as well."""
         solved: list[Choice] = []
         for _, same in groupby(sorted(set(path), key=len, reverse=True), key=len):
-            solved += [self._solved(shared, index, blocks) for blocks in same]
+            solved += [self._solved(shared, blocks) for blocks in same]
             choice = best(solved)
             if len(choice.blocks) > len(solved[-1].blocks):
                 break
-        everything = shared.everything(choice.blocks, index)
+        everything = shared.everything(choice.blocks)
         return replace(choice, solution=self._method.refit(choice.solution, everything, shared.group.layout))
 
-    def _solved(self, shared: _Shared, index: int, blocks: Blocks) -> Choice:
-        group, train, held_out = shared.group, shared.train(blocks, index), shared.held_out(blocks, index)
+    def _solved(self, shared: _Shared, blocks: Blocks) -> Choice:
+        group, train, held_out = shared.group, shared.train(blocks), shared.held_out(blocks)
         solution = self._method.solve(train, group.layout, held_out)
         r2 = solution.r2(held_out)
-        error = self._judge.error(blocks, self.outputs(group.targets[index], solution)) if self._judge else 1 - r2
+        error = 1 - r2
+        if self._judge:
+            error = self._judge.error(blocks, self.outputs(group.targets[shared.index], solution))
         return Choice(blocks, solution, r2, error)
 
 
@@ -138,38 +139,58 @@ def best(choices: Sequence[Choice]) -> Choice:
 
 
 class _Shared:
-    """Moments of blocks and one target. Targets that lie together are often computed from the same blocks: of the path
-    before, what is made of the blocks alone is kept where it is not large."""
+    """Moments of blocks of one target's path after another's. Targets that lie together are often computed from the
+    same blocks: of the path before, what is made of the blocks alone is kept where it is not large."""
 
     def __init__(self, group: Group):
-        self.group = group
+        self.group, self.index = group, 0
+        self._path: Blocks = ()
+        self._wholes: dict[str, Moments] = {}  # of all blocks of the path, and the target
         self._kept: dict[tuple[str, Blocks], Moments] = {}
 
-    def train(self, blocks: Blocks, index: int) -> Moments:
-        return self._of("train", self.group.train.select, blocks, index)
+    def go_to(self, index: int, path: Collection[Blocks]) -> None:
+        """A target, and the blocks that will be asked for."""
+        self.index, self._path, self._wholes = index, _joined(path), {}
+        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in {*path, self._path}}
 
-    def held_out(self, blocks: Blocks, index: int) -> Moments:
-        return self._of("held out", self.group.held_out.select, blocks, index)
+    def train(self, blocks: Blocks) -> Moments:
+        return self._part("train", blocks)
 
-    def everything(self, blocks: Blocks, index: int) -> Moments:
+    def held_out(self, blocks: Blocks) -> Moments:
+        return self._part("held out", blocks)
+
+    def everything(self, blocks: Blocks) -> Moments:
         """Of both."""
-        return self._of("everything", self._merged, blocks, index)
+        columns, like = self._columns(blocks), self._kept.get(("everything", blocks))
+        merged = self._whole("train").select(*columns, like=like)
+        merged.merge(self._whole("held out").select(*columns, like=like))
+        return self._keep("everything", blocks, merged)
 
-    def _merged(self, features: Tensor, targets: Tensor, like: Moments | None) -> Moments:
-        merged = self.group.train.select(features, targets, like=like)
-        merged.merge(self.group.held_out.select(features, targets, like=like), like)
-        return merged
+    def _part(self, which: str, blocks: Blocks) -> Moments:
+        whole = self._whole(which)
+        if blocks == self._path:
+            return whole
+        return self._keep(which, blocks, whole.select(*self._columns(blocks), like=self._kept.get((which, blocks))))
 
-    def keep(self, path: Collection[Blocks]) -> None:
-        """No others than these."""
-        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in path}
+    def _whole(self, which: str) -> Moments:
+        if which not in self._wholes:
+            gathered = self.group.train if which == "train" else self.group.held_out
+            columns = self.group.features(self._path), self.group.outputs(self.index)
+            like = self._kept.get((which, self._path))
+            self._wholes[which] = self._keep(which, self._path, gathered.select(*columns, like=like))
+        return self._wholes[which]
 
-    def _of(self, which: str, select: Callable[..., Moments], blocks: Blocks, index: int) -> Moments:
-        features = self.group.features(blocks)
-        part = select(features, self.group.outputs(index), like=self._kept.get((which, blocks)))
-        if len(features) <= SHARED:
-            self._kept[which, blocks] = part
-        return part
+    def _columns(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Of these blocks and the target, among those of the whole path."""
+        width, device = self.group.source.width, self.group.device
+        starts = [self._path.index(block) * width for block in blocks]
+        features = torch.cat([torch.arange(start, start + width) for start in starts])
+        return features.to(device), torch.arange(self.group.layout.target_width, device=device)
+
+    def _keep(self, which: str, blocks: Blocks, moments: Moments) -> Moments:
+        if moments.num_features <= SHARED:
+            self._kept[which, blocks] = moments
+        return moments
 
 
 def greedy_path(error: Callable[[Blocks], float], pool: Sequence[Block], most: int) -> list[Blocks]:

@@ -125,13 +125,10 @@ class Group:
             self.fold()
         (self.held_out if held_out else self.train).update(x, y, target.weights)
 
-    def fold(self, blocks: Sequence[Block] | None = None) -> None:
-        """Make moments of all rows; of rows that are still there, with these blocks alone if any are named."""
-        features = None
-        if blocks is not None and self.train.moments is None:
-            features, self.blocks = self.features(blocks), list(blocks)
+    def fold(self) -> None:
+        """Make moments of all rows."""
         for gathered in (self.train, self.held_out):
-            gathered.fold(features)
+            gathered.fold()
 
 
 @dataclass(frozen=True)

@@ -93,22 +93,18 @@ class Gathered:
             if self.moments is not None and not batch.room:
                 self.fold()
 
-    def fold(self, features: Tensor | None = None) -> Moments:
-        """The moments of all rows, which are let go; of these features alone if they are not folded yet."""
+    def fold(self) -> Moments:
+        """The moments of all rows, which are let go."""
         if self.moments is None:
-            self.num_features = self.num_features if features is None else len(features)
             self.moments = Moments(self.num_features, self.num_targets, self._device)
-        else:
-            features = None
         while self._rows or self.batches:
-            rows = self._rows.pop(0) if self._rows else _centred(self.batches.pop(0))
-            self.moments.add(rows if features is None else rows.select(features))
+            self.moments.add(self._rows.pop(0) if self._rows else _centred(self.batches.pop(0)))
         return self.moments
 
     def select(
         self, features: Tensor, targets: Tensor, enough: float = math.inf, like: Moments | None = None
     ) -> Moments:
-        """The moments of some features and targets, by index; for `like` see `Moments.select`.
+        """The moments of some features and targets, by index; for `like` see `Moments`.
 
         Of rows no more are looked at than tell as much as `enough` equal ones.
         """
@@ -116,7 +112,7 @@ class Gathered:
             return self.fold().select(features, targets, like)
         while self.batches:
             self._rows.append(_centred(self.batches.pop(0)))
-        part = Moments(len(features), len(targets), self._device)
+        part = Moments(len(features), len(targets), self._device, like)
         for rows in self._rows:
             if part.effective < enough:
                 part.add(rows.select(features, targets))

@@ -10,7 +10,7 @@ what float64 would tell apart: see `resolution`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from mappers.errors import GeometryMismatch
 T = TypeVar("T")
 
 STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
+WIDE_STRIP = 2048  # of products with targets
 RUNS = 64  # of columns that lie together; more are taken one by one
 RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
 
@@ -53,11 +54,9 @@ class Rows:
     def count(self) -> int:
         return len(self.x)
 
-    def select(self, features: Tensor, targets: Tensor | None = None) -> Rows:
-        """Some columns, by index; all targets if none are named."""
+    def select(self, features: Tensor, targets: Tensor) -> Rows:
+        """Some columns, by index."""
         part = replace(self, x=taken(self.x, features), mean_x=self.mean_x[features])
-        if targets is None:
-            return part
         return replace(part, y=taken(self.y, targets), mean_y=self.mean_y[targets], yy=self.yy[targets])
 
 
@@ -67,20 +66,27 @@ class Moments:
     `count` rows were taken in; `mass` is the sum of their weights, `squares` that of the weights' squares.
     `resolution` is the share of a feature's variance below which nothing can be told from rounding.
 
-    Only the upper triangle of `xx` is kept up; read it through `gram`.
+    Only the upper triangle of `xx` is kept up; read it through `gram`. Moments `like` others are of the same rows'
+    features: all that is of the features alone is shared with them, and not computed again.
     """
 
-    def __init__(self, num_features: int, num_targets: int, device: str | torch.device = "cpu"):
+    def __init__(
+        self,
+        num_features: int,
+        num_targets: int,
+        device: str | torch.device = "cpu",
+        like: Moments | None = None,
+    ):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self.count, self.mass, self.squares = 0, 0.0, 0.0
         self.resolution = RESOLUTION[torch.float64]
         self.mean_x, self.mean_y = zeros(num_features), zeros(num_targets)
-        self.xx, self.xy = zeros(num_features, num_features), zeros(num_features, num_targets)
-        self.yy = zeros(num_targets)
-        self._whole = True
-        self._of_features: dict[Any, Any] = {}
+        self.xy, self.yy = zeros(num_features, num_targets), zeros(num_targets)
+        self._is_like, self._whole = like is not None, True
+        self.xx = zeros(num_features, num_features) if like is None else like.gram()
+        self._of_features: dict[Any, Any] = {} if like is None else like._of_features
 
     @property
     def num_features(self) -> int:
@@ -112,22 +118,21 @@ class Moments:
         """Take in rows that are centred."""
         apart = self.mass * rows.mass / (self.mass + rows.mass)
         dx, dy = rows.mean_x - self.mean_x, rows.mean_y - self.mean_y
-        self._whole = False
-        for begin in range(0, self.num_features, STRIP):
-            strip = slice(begin, begin + STRIP)
-            left = rows.x[:, strip].T
-            for whole, right, shift in (
-                (self.xx[strip, begin:], rows.x[:, begin:], dx[begin:]),
-                (self.xy[strip], rows.y, dy),
-            ):
-                whole += left @ right
-                whole.addr_(dx[strip], shift, alpha=apart)
+        for strip in _strips(self.num_features, WIDE_STRIP):
+            self.xy[strip] += rows.x[:, strip].T @ rows.y
+        self.xy.addr_(dx, dy, alpha=apart)
+        if not self._is_like:
+            for strip in _strips(self.num_features, STRIP):
+                right = slice(strip.start, None)
+                self.xx[strip, right] += rows.x[:, strip].T @ rows.x[:, right]
+                self.xx[strip, right].addr_(dx[strip], dx[right], alpha=apart)
+            self._whole = False
         self.yy += rows.yy + apart * dy.square()
         self.resolution = max(self.resolution, RESOLUTION[rows.x.dtype])
         self._shift_means(rows)
 
-    def merge(self, other: Moments, like: Moments | None = None) -> None:
-        """Take in what another has seen; the same as having seen it here. For `like` see `select`."""
+    def merge(self, other: Moments) -> None:
+        """Take in what another has seen; the same as having seen it here."""
         if (other.num_features, other.num_targets) != (self.num_features, self.num_targets):
             raise GeometryMismatch(
                 f"moments of {other.num_features} x {other.num_targets} do not merge with "
@@ -137,7 +142,7 @@ class Moments:
             return
         apart = self.mass * other.mass / (self.mass + other.mass)
         dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
-        if like is None:
+        if not self._is_like:
             self._whole = False
             self.xx += other.xx
             self.xx.addr_(dx, dx, alpha=apart)
@@ -163,25 +168,21 @@ class Moments:
         return self.xx
 
     def of_features(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of the features alone, made once: for moments `like` these (see `select`) as well. They are
-        not to change any more."""
+        """What `make` makes of the features alone, made once, for moments `like` these as well. They are not to change
+        any more."""
         if key not in self._of_features:
             self._of_features[key] = make()
         made: T = self._of_features[key]
         return made
 
     def select(self, features: Tensor, targets: Tensor, like: Moments | None = None) -> Moments:
-        """The moments of some features and targets, by index. Of moments of the same features as `like`, all that is of
-        the features alone is shared."""
-        part = Moments(0, 0)
+        """The moments of some features and targets, by index."""
+        part = Moments(0, 0, like=like)
         part.count, part.mass, part.squares = self.count, self.mass, self.squares
         part.resolution = self.resolution
         part.mean_x, part.mean_y = self.mean_x[features], self.mean_y[targets]
-        part._whole = True
         if like is None:
             part.xx = self.gram()[features[:, None], features]
-        else:
-            part.xx, part._of_features = like.gram(), like._of_features
         part.xy = self.xy[features[:, None], targets]
         part.yy = self.yy[targets]
         return part
@@ -192,6 +193,10 @@ class Moments:
         self.mass += other.mass
         self.mean_x += (other.mean_x - self.mean_x) * (other.mass / self.mass)
         self.mean_y += (other.mean_y - self.mean_y) * (other.mass / self.mass)
+
+
+def _strips(num_columns: int, width: int) -> Iterator[slice]:
+    return (slice(begin, begin + width) for begin in range(0, num_columns, width))
 
 
 def product_dtype(x: Tensor, y: Tensor) -> torch.dtype:

@@ -42,14 +42,18 @@ def test_columns_have_the_same_moments_before_and_after_folding(sizes: tuple[int
     assert made.effective == pytest.approx(effective)
 
 
-def test_rows_are_folded_to_the_features_that_are_wanted() -> None:
+@pytest.mark.parametrize("is_folded", [False, True])
+def test_targets_of_the_same_features_share_what_is_of_these_alone(is_folded: bool) -> None:
     made = gathered(COUNT)
-    made.select(FEATURES, TARGETS)
-    assert_are_those_of_rows(made.fold(FEATURES), X[:, FEATURES], Y, WEIGHTS)
-    assert made.num_features == 3 and made.batches == []
-    made.update(X[:9, FEATURES], Y[:9], WEIGHTS[:9])
-    rows = [torch.cat([rows, rows[:9]]) for rows in (X[:, FEATURES], Y, WEIGHTS)]
-    assert_are_those_of_rows(made.fold(torch.tensor([0])), *rows)  # what is folded stays whole
+    if is_folded:
+        made.fold()
+    first, second = TARGETS[:1], TARGETS[1:]
+    one = made.select(FEATURES, first)
+    other = made.select(FEATURES, second, like=one)
+    assert_are_those_of_rows(other, X[:, FEATURES], Y[:, second], WEIGHTS)
+    assert_are_those_of_rows(one, X[:, FEATURES], Y[:, first], WEIGHTS)
+    made_once = [moments.of_features("key", object) for moments in (one, other, made.select(FEATURES, first))]
+    assert made_once[0] is made_once[1] is not made_once[2]
 
 
 def test_once_folded_no_more_than_a_batch_of_rows_is_kept() -> None:
