@@ -64,10 +64,6 @@ class WorkerClient:
     async def aclose(self) -> None:
         await self._wire.aclose()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._wire.is_closed
-
     async def info(self, *, timeout_s: float = 5.0) -> WorkerInfo:
         return _parse(WorkerInfo, await self._call("GET", "/v1/info", None, timeout_s))
 

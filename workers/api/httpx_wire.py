@@ -39,10 +39,6 @@ class HttpxWire(Wire):
         with translated():
             await self._http.aclose()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._http.is_closed
-
 
 class HttpxAnswer(Answer):
     def __init__(self, reply: httpx.Response):

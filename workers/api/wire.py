@@ -91,10 +91,6 @@ class Wire(ABC):
     @abstractmethod
     async def aclose(self) -> None: ...
 
-    @property
-    @abstractmethod
-    def is_closed(self) -> bool: ...
-
 
 class SocketWire(Wire):
     """To the host and port of a URL; `https` is verified by what the system trusts."""
@@ -136,10 +132,6 @@ class SocketWire(Wire):
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*(connection.ended.wait() for connection in open_ones))
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     async def connection(self, within_s: float) -> Connection:
         """One for a call: the one that was used last where that will do, else a new one."""

@@ -119,7 +119,6 @@ async def test_both_wires_tell_status_and_when_to_come_again() -> None:
         over_httpx = httpx_wire(httpx.Response(503, headers={"retry-after": "2"}))
         assert await whole(wire) == await whole(over_httpx) == (503, "2", b"")
         await over_httpx.aclose()
-        assert over_httpx.is_closed
 
 
 async def test_a_body_is_read_as_it_comes() -> None:
@@ -238,7 +237,7 @@ async def test_closing_ends_calls_under_way() -> None:
         await until(lambda: bool(server.requests and server.requests[0]))
         await wire.aclose()
         await asyncio.wait({asking})
-        assert isinstance(asking.exception(), BrokenOff) and wire.is_closed
+        assert isinstance(asking.exception(), BrokenOff)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
