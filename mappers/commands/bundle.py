@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mappers.bundle import MANIFEST, check_replaceable, load, load_manifest, save, verify
 from mappers.commands.output import check_writable, write
+from mappers.commands.running import run
 from mappers.compose import compose
 from mappers.difference import difference
-from mappers.errors import MapperError
 from mappers.families import find_family
 from mappers.speed import measure
 from mappers.tables import speed_table
@@ -30,13 +29,7 @@ from mappers.tables import speed_table
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], str] = options.run
-    try:
-        print(run(options))
-    except MapperError as error:
-        print(f"kvrelay bundle: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run("bundle", lambda: print(options.work(options)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvrelay bundle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     actions = parser.add_subparsers(required=True, metavar="show | verify | diff | compose | speed")
-    for name, run, bundles in (
+    for name, work, bundles in (
         ("show", _show, ["bundle"]),
         ("verify", _verify, ["bundle"]),
         ("diff", _diff, ["first", "second"]),
@@ -52,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         ("speed", _speed, []),
     ):
         action = actions.add_parser(name)
-        action.set_defaults(run=run)
+        action.set_defaults(work=work)
         for bundle in bundles:
             action.add_argument(bundle)
         if name == "compose":
