@@ -145,7 +145,7 @@ class SchedulerSide:
             state.refused = error.message
         except Exception as error:  # a bug of ours must not end the engine
             log.error("a request's kv_transfer_params were not understood: %s", loggable(error))
-            state.refused = f"internal error: {type(error).__name__}"
+            state.parts, state.refused = (), f"internal error: {type(error).__name__}"
         return state.kept_under or None
 
     def matched(self, request_id: str, num_computed: int) -> int:
