@@ -25,6 +25,7 @@ from gateway.protocol import Protocol
 from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from workers.api.addresses import family_of, http_url
 from workers.api.ready import tell_ready
 
 # How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else
@@ -61,7 +62,7 @@ class Server(uvicorn.Server):
         gc.freeze()  # all that is there now stays: no collection needs to look at it again
         if self._source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.asked.set)
-        url = _url(sockets[0]) if sockets else ""
+        url = http_url(*sockets[0].getsockname()[:2]) if sockets else ""
         log.info("listening", url=url)
         if self._ready_file is not None and self.started:
             tell_ready(self._ready_file, url)
@@ -86,8 +87,7 @@ class Server(uvicorn.Server):
 def bind(settings: Settings) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises `SettingsError` where the address cannot be had."""
     host, port = settings.server.host, settings.server.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -95,8 +95,3 @@ def bind(settings: Settings) -> socket.socket:
         listener.close()
         raise SettingsError(f"server: cannot listen on {host} port {port}: {error}") from error
     return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -22,6 +22,15 @@ def url_of(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+def has_ipv6() -> bool:
+    """Whether this machine's loopback speaks it."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def serving(
     apps: Mapping[socket.socket, ASGIApp], protocols: Mapping[socket.socket, type[asyncio.Protocol]] | None = None

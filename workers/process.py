@@ -20,6 +20,7 @@ import structlog
 import uvicorn
 
 from workers.api import tracing
+from workers.api.addresses import ANY_HOST, http_url, listen
 from workers.api.errors import KvrelayError
 from workers.api.ready import tell_ready
 from workers.api.trail import Forwarding, add_request_id, place_of_bug
@@ -28,7 +29,6 @@ from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
 from workers.settings import SettingsError, WorkerSettings
 
-ANY_HOST = ("0.0.0.0", "::", "")
 KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls that came meanwhile
 
 
@@ -139,15 +139,14 @@ def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None
 
 def _listen(settings: WorkerSettings) -> socket.socket:
     try:
-        listener = socket.create_server((settings.host, settings.port), backlog=2048)
+        listener = listen(settings.host, settings.port, backlog=2048)
     except OSError as error:
         raise SettingsError(
-            f"worker {settings.id!r} cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"
+            f"worker {settings.id!r} cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
         ) from error
     listener.set_inheritable(False)
     return listener
 
 
 def _url(settings: WorkerSettings, listener: socket.socket) -> str:
-    host = "127.0.0.1" if settings.host in ANY_HOST else settings.host
-    return f"http://{host}:{listener.getsockname()[1]}"
+    return http_url(settings.host, listener.getsockname()[1])

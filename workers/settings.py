@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workers.api import secret
-from workers.api.addresses import HttpUrl, http_address
+from workers.api.addresses import ANY_HOST, HttpUrl, http_address
 from workers.api.durations import Seconds, SecondsOrNone
 from workers.api.heartbeat import DiscoverySettings
 from workers.api.tracing import TracingSettings
@@ -62,7 +62,7 @@ class TcpSettings(BaseModel):
 
     @model_validator(mode="after")
     def _somewhere_to_connect_to(self) -> TcpSettings:
-        if self.address is None and self.host in ("0.0.0.0", "::", ""):
+        if self.address is None and self.host in ANY_HOST:
             raise ValueError(f"host {self.host!r} is every address of this machine; address must say which others use")
         return self
 

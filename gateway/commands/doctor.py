@@ -32,7 +32,7 @@ from gateway.commands.stack import port_is_free
 from gateway.commands.table import render
 from gateway.errors import SettingsError
 from gateway.settings import Settings, load, read_secret
-from workers.api.addresses import http_address
+from workers.api.addresses import ANY_HOST, http_address, http_url
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.redis_access import RedisAccess
@@ -46,7 +46,7 @@ SHM = Path("/dev/shm")
 MANIFEST = "manifest.json"  # of a bundle
 DEFAULT_POOL_BYTES = 512 * 2**20  # a worker's own default, which a test compares
 REDIS_TIMEOUT_S = 2.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+LOOPBACK = ("127.0.0.1", "localhost", "::1", *ANY_HOST)
 OTHER_WEIGHTS = "fit one for this pair (kvrelay fit), or serve the very models that it was fitted for"
 GPU_TIMEOUT_S = 120.0
 GPU_PROBE = """
@@ -302,7 +302,7 @@ def _is_gateway(host: str, port: int) -> bool:
     import httpx
 
     try:
-        reply = httpx.get(f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/readyz", trust_env=False)
+        reply = httpx.get(f"{http_url(host, port)}/readyz", trust_env=False)
         return "tiers" in reply.json()
     except (httpx.HTTPError, ValueError):
         return False

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from workers.api.addresses import family_of, http_url
 from workers.api.yaml_file import YamlUnusable, read_yaml
 
 Say = Callable[[str], None]
@@ -59,7 +60,7 @@ def free_ports(count: int) -> list[int]:
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether nobody listens there. An address that is no good for another reason is its server's to complain about."""
-    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+    with closing(socket.socket(family_of(host))) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -173,8 +174,7 @@ class Stack:
     @property
     def url(self) -> str:
         server = self._settings.get("server", {})
-        host = str(server.get("host", "127.0.0.1"))
-        return f"http://{f'[{host}]' if ':' in host else host}:{server.get('port', 8000)}"
+        return http_url(str(server.get("host", "127.0.0.1")), server.get("port", 8000))
 
     @property
     def children(self) -> list[Child]:

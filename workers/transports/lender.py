@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from workers.api.addresses import listen
 from workers.api.errors import CacheStale, KvrelayError, TransferFailed
 from workers.api.schemas import PoolExport
 from workers.pool.arena import Arena
@@ -59,7 +60,7 @@ class Lender:
         self._lock = threading.Lock()
         self._closing = False
         self._serving: dict[threading.Thread, socket.socket] = {}
-        self._listener = socket.create_server((host, port), family=_family(host), backlog=max_connections)
+        self._listener = listen(host, port, backlog=max_connections)
         self._acceptor = threading.Thread(target=self._accept_for_ever, name="kvrelay-lend", daemon=True)
         port = self._listener.getsockname()[1]
         self.export = PoolExport(
@@ -195,7 +196,3 @@ class Lender:
 
 def _send_error(channel: Channel, error: KvrelayError) -> None:
     channel.send(Kind.FAILED, json.dumps(error.body() | {"status": error.status}).encode())
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
