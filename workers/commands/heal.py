@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
 from workers.families.smol import family, prepare_large
+from workers.families.sources import SourceError
 
 if TYPE_CHECKING:
     from workers.training.heal import HealRecipe
@@ -49,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options, recipe)
     except (MapperError, ValueError) as error:
         parser.error(str(error))
-    return _heal(options, recipe)
+    try:
+        return _heal(options, recipe)
+    except (MapperError, SourceError) as error:
+        print(f"kvrelay heal: {error}", file=sys.stderr)
+        return 1
 
 
 def _count(text: str) -> int:
@@ -64,9 +70,8 @@ def _check(options: argparse.Namespace, recipe: HealRecipe) -> None:
     from workers.training.heal import saved
 
     check_device(options.device)
-    step_tokens = recipe.batch * recipe.sequence
-    if options.tokens < step_tokens:
-        raise ValueError(f"--tokens {options.tokens}; allowed: {step_tokens}, which is one step, and more")
+    if options.tokens < recipe.step_tokens:
+        raise ValueError(f"--tokens {options.tokens}; allowed: {recipe.step_tokens}, which is one step, and more")
     if options.start is not None and not options.start.is_file():
         raise ValueError(f"--start {options.start}: there is no such file")
     if options.out.exists() and not options.out.is_dir():

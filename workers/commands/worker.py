@@ -12,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from workers.api import bars
 from workers.api.addresses import http_address
 from workers.api.parent import CannotFollow, ParentGone, add_parent_option, die_with_parent
-from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
+from workers.settings import SettingsError, WorkerSettings, first_problem, read_secret, read_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +66,10 @@ def _peer(text: str) -> tuple[str, str]:
 def _settings(options: argparse.Namespace) -> WorkerSettings:
     settings = read_settings(options.config, options.worker, peers=dict(options.peer))
     given = {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
-    return settings.model_copy(update=given)
+    try:
+        return WorkerSettings.model_validate(settings.model_dump(exclude_unset=True) | given)
+    except ValidationError as error:
+        raise SettingsError(f"--{first_problem(error)}") from error
 
 
 def _follow(parent: int) -> None:

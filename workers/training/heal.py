@@ -73,6 +73,10 @@ class HealRecipe:
         """Maps of the first own layer that need no adapter: the teacher's are right for what it reads."""
         return ("k_proj", "v_proj") if self.own[:1] == (self.num_shared,) else ()
 
+    @property
+    def step_tokens(self) -> int:
+        return self.batch * self.sequence
+
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """Warm up, hold, then fall linearly to a twentieth over the last `decay_share` of the steps."""
         decay_steps = max(1, int(num_steps * self.decay_share))
@@ -171,14 +175,36 @@ class Lessons:
 
 
 def saved(folder: Path, recipe: HealRecipe) -> dict[str, Any] | None:
-    """What a run of this recipe left in its folder, None if nothing. Raises `ValueError` where another's did."""
+    """What a run of this recipe left in its folder, None if nothing; its tensors are read when they are used. Raises
+    `ValueError` where another's did."""
     path = folder / STATE
     if not path.exists():
         return None
-    state: dict[str, Any] = torch.load(path, weights_only=True)
+    state: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
     if state["recipe"] != repr(recipe):
         raise ValueError(f"{path} was written by another recipe: {state['recipe']}; this one is {recipe!r}")
     return state
+
+
+class Progress:
+    """Tells every ten steps how far a run has come that began with step `first`: its KL, smoothed, and how long yet."""
+
+    def __init__(self, log: Callable[[str], None], first: int, num_steps: int, step_tokens: int):
+        self._log = log
+        self._first = first
+        self._num_steps = num_steps
+        self._step_tokens = step_tokens
+        self._started = time.monotonic()
+        self._kl: float | None = None
+
+    def note(self, step: int, kl: float) -> None:
+        """`step` steps have been made."""
+        self._kl = kl if self._kl is None else 0.95 * self._kl + 0.05 * kl
+        if step % 10 and step != self._num_steps:
+            return
+        rate = (step - self._first) * self._step_tokens / (time.monotonic() - self._started)
+        left_s = (self._num_steps - step) * self._step_tokens / rate
+        self._log(f"step {step}/{self._num_steps}  KL {self._kl:.3f}  {rate:.0f} tokens/s  {left_s / 60:.0f} min left")
 
 
 @dataclass
@@ -200,39 +226,42 @@ class HealRun:
 
     def train(self, documents: Sequence[Tensor], num_tokens: int) -> Path:
         """Train until `num_tokens` tokens were seen, or until `stop()` after some step. Returns the adapters' path."""
-        windows = [d[: self.recipe.sequence].long() for d in documents if len(d) >= self.recipe.sequence]
-        num_steps = num_tokens // (self.recipe.batch * self.recipe.sequence)
-        if len(windows) < self.recipe.batch:
-            raise ValueError(
-                f"{len(windows)} documents of {self.recipe.sequence} tokens or more; "
-                f"a batch needs {self.recipe.batch}"
-            )
+        windows, num_steps = self._windows(documents), num_tokens // self.recipe.step_tokens
         sibling = Sibling(self.teacher.requires_grad_(False), self.recipe).to(self.teacher.device)
         optimizer = torch.optim.AdamW(sibling.trainable, betas=(0.9, 0.99), weight_decay=0.0)
         lessons = Lessons(self.teacher, self.recipe, windows, num_steps)
-        step_tokens = self.recipe.batch * self.recipe.sequence
-        step = self._resume(sibling, optimizer)
-        started = saved = time.monotonic()
-        first, average = step, None
+        step, saved_at = self._resume(sibling, optimizer), time.monotonic()
+        progress = Progress(self.log, step, num_steps, self.recipe.step_tokens)
         while step < num_steps and not self.stop():
-            torch.manual_seed(self.recipe.seed + step)
-            for group in optimizer.param_groups:
-                group["lr"] = self.recipe.learning_rate_at(step, num_steps)
-            loss, kl = distillation_loss(self.teacher, sibling, self.recipe, lessons.at(step))
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(sibling.trainable, 1.0)
-            optimizer.step()
+            rate = self.recipe.learning_rate_at(step, num_steps)
+            kl = self._learn(sibling, optimizer, rate, lessons.at(step), seed=self.recipe.seed + step)
             step += 1
-            average = kl.item() if average is None else 0.95 * average + 0.05 * kl.item()
-            if step % 10 == 0 or step == num_steps:
-                rate = (step - first) * step_tokens / (time.monotonic() - started)
-                left = (num_steps - step) * step_tokens / rate
-                self.log(f"step {step}/{num_steps}  KL {average:.3f}  {rate:.0f} tokens/s  {left / 60:.0f} min left")
-            if time.monotonic() - saved > self.checkpoint_every_s:
+            progress.note(step, kl)
+            if time.monotonic() - saved_at > self.checkpoint_every_s:
                 self._save(sibling, optimizer, step)
-                saved = time.monotonic()
+                saved_at = time.monotonic()
         return self._save(sibling, optimizer, step)
+
+    def _windows(self, documents: Sequence[Tensor]) -> list[Tensor]:
+        size, batch = self.recipe.sequence, self.recipe.batch
+        windows = [document[:size].long() for document in documents if len(document) >= size]
+        if len(windows) < batch:
+            raise ValueError(f"{len(windows)} documents of {size} tokens or more; a batch needs {batch}")
+        return windows
+
+    def _learn(
+        self, sibling: Sibling, optimizer: torch.optim.Optimizer, rate: float, theirs: Tensor, *, seed: int
+    ) -> float:
+        """One step. The KL of its batch, in nats a token."""
+        torch.manual_seed(seed)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, kl = distillation_loss(self.teacher, sibling, self.recipe, theirs)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(sibling.trainable, 1.0)
+        optimizer.step()
+        return kl.item()
 
     def _resume(self, sibling: Sibling, optimizer: torch.optim.Optimizer) -> int:
         state = saved(self.folder, self.recipe)
@@ -258,7 +287,7 @@ class HealRun:
         torch.save(state, scratch)
         scratch.replace(self.folder / STATE)
         result = self.folder / "adapters.safetensors"
-        num_tokens = step * self.recipe.batch * self.recipe.sequence
-        metadata = {"kept": ",".join(map(str, self.recipe.kept)), "num_tokens": str(num_tokens)}
+        num_tokens = str(step * self.recipe.step_tokens)
+        metadata = {"kept": ",".join(map(str, self.recipe.kept)), "num_tokens": num_tokens}
         lowrank.save(result, sibling.layers, metadata)
         return result

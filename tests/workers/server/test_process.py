@@ -19,6 +19,7 @@ import yaml
 
 import mappers
 from mappers.models import run
+from tests.serving import has_ipv6
 from tests.workers.engines import tiny
 from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, chat_request, content, transfer_request, until
 from workers.api.client import WorkerClient
@@ -107,8 +108,10 @@ def start(home: Path) -> Iterator[Callable[..., Process]]:
 async def test_a_handoff_between_two_processes_is_the_replay(
     start: Callable[..., Process], folder: Path, small_folder: Path, bundle: Path
 ) -> None:
-    small = start("proc-small")
+    host, shown = ("::1", "[::1]") if has_ipv6() else ("127.0.0.1", "127.0.0.1")
+    small = start("proc-small", "--host", host)
     url = await asyncio.to_thread(lambda: small.ready["url"])
+    assert re.fullmatch(rf"http://{re.escape(shown)}:\d+", url)
     large = start("proc-large", "--peer", f"proc-small={url}")
     await asyncio.to_thread(lambda: large.ready)
     async with small.client() as source, large.client() as target:
@@ -204,6 +207,7 @@ def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> 
         (("--worker", "nope"), {}, "unknown worker 'nope'.*proc-large, proc-small"),
         (("--worker", "proc-small", "--config", "/no/such.yaml"), {}, "cannot read the configuration /no/such.yaml"),
         (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": ""}, "KVRELAY_SECRET_FILE"),
+        (("--worker", "proc-small", "--port", "99999"), {}, "--port: .*less than or equal to 65535, got 99999"),
         (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": "/no/such"}, "/no/such"),
     ],
 )
