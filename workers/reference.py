@@ -121,14 +121,6 @@ class Reference:
         return text
 
 
-def differ(left: Sequence[Step], right: Sequence[Step]) -> bool:
-    """Whether `Reference.check` would tell the two answers apart."""
-    return len(left) != len(right) or any(
-        one.token != other.token or abs(one.logprob - other.logprob) > 2 * LOGPROB_TOLERANCE
-        for one, other in zip(left, right, strict=True)
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m workers.reference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

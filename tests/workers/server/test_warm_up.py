@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ async def test_a_worker_whose_engine_does_not_get_warm_leaves_nothing(folder: Pa
     assert not list(SHM.glob("*-cold-0-*"))
 
 
+@pytest.fixture
+async def own_signals() -> AsyncIterator[None]:
+    """A worker takes its process's signals; here they are given back, whatever a test finds."""
+    yield
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+@pytest.mark.usefixtures("own_signals")
 async def test_a_worker_that_warms_up_ends_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
     worker, is_warming = build_worker(tiny.settings_for(folder, id="cold-1"), SECRET), asyncio.Event()
 
@@ -46,5 +56,3 @@ async def test_a_worker_that_warms_up_ends_when_it_is_told_to(folder: Path, tmp_
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, 5.0) == 0
     assert not ready_file.exists() and not list(SHM.glob("*-cold-1-*"))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().remove_signal_handler(number)
