@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
 from workers.families.smol import family, prepare_large
-from workers.families.sources import SourceError
 
 if TYPE_CHECKING:
     from workers.training.heal import HealRecipe
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         return _heal(options, recipe)
-    except (MapperError, SourceError) as error:
+    except MapperError as error:
         print(f"kvrelay heal: {error}", file=sys.stderr)
         return 1
 
