@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 
 from gateway import asks
@@ -10,6 +9,7 @@ from gateway.audit import cache_access
 from gateway.course import Course
 from gateway.deadline import Deadline
 from gateway.fleet import Tier
+from gateway.given_up import Asking
 from gateway.patience import patience
 from gateway.policies import Token
 from gateway.turn import guessed_tokens
@@ -27,7 +27,7 @@ class Answers:
 
     def __init__(self, course: Course):
         self.num_read = 0  # tokens of the prompt, as far as a worker has told them before it answered
-        self.given_up_by: str | None = None  # the tier that was asked when the client hung up
+        self._asked: list[tuple[str, Asking]] = []  # of which tier
         self._course = course
         self._streams: list[Stream] = []
         self._follow_ups: list[Stream] = []
@@ -42,6 +42,12 @@ class Answers:
             if (kept := stream.answer.kv) is not None and kept.cache_id is not None:
                 tenant, count = self._course.turn.tenant, kept.num_tokens
                 cache_access(tenant, "written", worker=stream.worker.id, cache_id=kept.cache_id, num_tokens=count)
+
+    def asking(self, tier: str) -> Asking:
+        """For a call to a worker of the tier: who hangs up pays for what it has read."""
+        asking = Asking()
+        self._asked.append((tier, asking))
+        return asking
 
     async def open(
         self,
@@ -98,11 +104,10 @@ class Answers:
     ) -> Stream:
         if request.cache_id is not None:
             cache_access(self._course.turn.tenant, "read", worker=worker.id, cache_id=request.cache_id)
-        try:
-            stream = await worker.open_answer(request, first_by=first_by, deadline=deadline, patience=patience)
-        except asyncio.CancelledError:
-            self.given_up_by = worker.tier
-            raise
+        with self.asking(worker.tier) as asking:
+            stream = await worker.open_answer(
+                request, first_by=first_by, deadline=deadline, patience=patience, on_begun=asking.begun
+            )
         among.append(stream)
         return stream
 
@@ -141,7 +146,7 @@ class Answers:
     def num_read_once(self) -> int:
         """The prompt's tokens, by whomever they were read; guessed where no worker came to tell them."""
         num_read = max([self.num_read, *(stream.answer.num_prompt_tokens for stream in self._streams)])
-        if not num_read and (self._streams or self.given_up_by is not None):
+        if not num_read and (self._streams or self._given_up_by):
             num_read = guessed_tokens(self._course.turn.messages)
         return num_read
 
@@ -153,11 +158,16 @@ class Answers:
     @property
     def by_tier(self) -> dict[str, int]:
         """Of each tier that answered: the prompt once, and all that it wrote."""
-        by_tier = {} if self.given_up_by is None else {self.given_up_by: self.num_read_once}
+        by_tier = dict.fromkeys(self._given_up_by, self.num_read_once)
         for stream in self._all:
             by_tier.setdefault(stream.worker.tier, self.num_read_once)
             by_tier[stream.worker.tier] += stream.answer.num_written
         return by_tier
+
+    @property
+    def _given_up_by(self) -> list[str]:
+        """The tier that was at it when the client hung up."""
+        return [tier for tier, asking in self._asked if asking.was_given_up]
 
     @property
     def _all(self) -> list[Stream]:

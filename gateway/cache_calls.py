@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from gateway.course import Parts
 from gateway.deadline import Deadline
 from gateway.errors import CacheUnknown, NoMapper
 from gateway.fleet import Tier
+from gateway.given_up import Asking
 from gateway.patience import patience
 from gateway.routing import check_may_use
 from gateway.schemas import HandoffRequest, PrefixRequest
@@ -39,18 +39,20 @@ class CacheCall:
     async def prefill(self, asked: PrefixRequest) -> dict[str, Any]:
         """Reads the prefix on a worker of the model that is named."""
         tier = self._tier(asked.target_model)
+        asking = Asking()
         with self.parts.shares.one(self.tenant.name):
             try:
-                worker, reply = await tier.ask(partial(self._read, asked), patience=patience(self.deadline))
-            except asyncio.CancelledError:
-                text = Message(role="user", content=asked.prefix)
-                await self.parts.spent(self.tenant, guessed_tokens([text, *asked.conversation]))
-                raise
+                with asking:
+                    worker, reply = await tier.ask(partial(self._read, asked, asking), patience=patience(self.deadline))
+            finally:
+                if asking.was_given_up:
+                    text = Message(role="user", content=asked.prefix)
+                    await self.parts.spent(self.tenant, guessed_tokens([text, *asked.conversation]))
         cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._keep(worker.id, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=TOLD_OF_PREFILL)
 
-    async def _read(self, asked: PrefixRequest, worker: Worker) -> PrefillReply:
+    async def _read(self, asked: PrefixRequest, asking: Asking, worker: Worker) -> PrefillReply:
         form = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
         request = PrefillRequest(
             **form,
@@ -60,7 +62,7 @@ class CacheCall:
             ttl_s=asked.ttl_s,
             deadline_ms=asks.left_ms(self.deadline),
         )
-        return await worker.prefill(request, self.deadline)
+        return await worker.prefill(request, self.deadline, asking.begun)
 
     async def transfer(self, asked: HandoffRequest) -> dict[str, Any]:
         """Maps a cache for another model, which then holds one of its own."""

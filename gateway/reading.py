@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from gateway import asks
 from gateway.answers import Answers
 from gateway.audit import cache_access
@@ -50,16 +48,13 @@ class Reader:
         if whole is not None and small.workers[whole.entry.worker].is_usable:
             self._answers.num_read = whole.entry.num_tokens
             return Read(small.workers[whole.entry.worker], whole.entry.cache_id, whole.entry.num_tokens, whole)
-        with turn.upstream("small_prefill"):
-            try:
-                worker, reply = await small.ask(
-                    lambda worker: worker.prefill(asks.prefill(turn, self._course.parts.settings.handoff, by), by),
-                    preferred=nearest.entry.worker if nearest else None,
-                    patience=patience(by, self._course.above),
-                )
-            except asyncio.CancelledError:
-                self._answers.given_up_by = small.name
-                raise
+        handoff = self._course.parts.settings.handoff
+        with turn.upstream("small_prefill"), self._answers.asking(small.name) as asking:
+            worker, reply = await small.ask(
+                lambda worker: worker.prefill(asks.prefill(turn, handoff, by), by, asking.begun),
+                preferred=nearest.entry.worker if nearest else None,
+                patience=patience(by, self._course.above),
+            )
         self._answers.num_read = reply.num_tokens
         turn.report.small_read(reply)
         cache_access(turn.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)

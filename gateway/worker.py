@@ -157,8 +157,12 @@ class Worker:
             self._on_restart(self.id)
         self.epoch = epoch
 
-    async def prefill(self, request: PrefillRequest, by: Deadline) -> PrefillReply:
+    async def prefill(
+        self, request: PrefillRequest, by: Deadline, on_begun: Callable[[], None] = lambda: None
+    ) -> PrefillReply:
+        """`on_begun` is called once it has a place."""
         with await self._admitted(self.breaker, by), tracing.span("prefill"):
+            on_begun()
             reply = await by.bound("prefill", self.client.prefill(request, timeout_s=by.remaining_s))
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
@@ -180,9 +184,12 @@ class Worker:
         first_by: Deadline,
         deadline: Deadline,
         patience: Deadline | None = None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> Stream:
-        """An answer whose first content has arrived. Whoever opened it closes it."""
+        """An answer whose first content has arrived. Whoever opened it closes it. `on_begun` is called once it has a
+        place."""
         admission = await self._admitted(self.breaker, first_by, patience)
+        on_begun()
         stream = Stream(self, self._chunks(question, max(deadline.remaining_s, 0.001)), admission, deadline)
         try:
             await stream.start(first_by)

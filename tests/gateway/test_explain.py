@@ -48,7 +48,7 @@ async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> No
         stack.small.delay("tokenize", 0.5)
         reply = await stack.chat(kvrelay={"explain": True})
         assert told(reply)["explained"]["num_tokens"]
-        assert float(reply.headers["x-kvrelay-overhead-ms"]) < 400
+        assert float(reply.headers["x-kvrelay-overhead-ms"]) < told(reply)["ttft_ms"] - 500
         assert stack.metric("prefix_lookups_total", tier="small") == 1, "explained and answered by one look"
         asking = asyncio.create_task(
             stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
@@ -56,7 +56,8 @@ async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> No
         stack.small.delay("tokenize", 30.0)
         await eventually(lambda: len(stack.small.made("tokenize")) == 2)
         asking.cancel()
-        await eventually(lambda: stack.small.num_hang_ups == 1, within_s=1.5)
+        await eventually(lambda: stack.small.num_hang_ups == 1)
+        await eventually(lambda: stack.metric("client_disconnects_total", phase="admission") == 1)
 
 
 async def test_an_explanation_is_one_of_the_requests_that_a_tenant_may_have_in_flight() -> None:

@@ -179,6 +179,24 @@ async def test_a_client_that_hangs_up_on_a_prefix_is_charged(asked: dict[str, An
         assert NUM_READ * 0.9 <= await once_spent(stack) <= 3 * NUM_READ
 
 
+@pytest.mark.parametrize("model", ["auto", "small"])
+async def test_a_client_that_hangs_up_while_it_is_queued_for_is_not_charged(model: str) -> None:
+    limits = {"max_concurrency_per_tier": 1, "max_queue_per_tier": 8}
+    async with live_stack(tenants=COUNTING, limits=limits) as stack:
+        stack.small.delay("prefill", 30.0)
+        stack.small.delay("chat", 30.0)
+        first = asyncio.create_task(stack.chat(model=model))
+        await eventually(lambda: stack.metric("num_requests_running", tier="small") == 1)
+        second = asyncio.create_task(stack.chat(model=model))
+        await eventually(lambda: stack.metric("num_requests_waiting", tier="small") == 1)
+        second.cancel()
+        await eventually(lambda: stack.metric("num_requests_waiting", tier="small") == 0)
+        await asyncio.sleep(0.1)
+        assert await num_spent(stack) == 0
+        first.cancel()
+        assert await once_spent(stack) > 0
+
+
 async def hang_up_once_called(stack: Stack, path: str, call: str, **body: Any) -> None:
     stack.small.delay(call, 30.0)
     asking = asyncio.create_task(stack.http.post(path, json=body))
