@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -29,19 +28,19 @@ from mappers.judge import Judge
 from mappers.manifest import KINDS, Block
 from mappers.methods import Method, Solution
 from mappers.methods.base import TINY
-from mappers.stats import Moments
+from mappers.stats import MOST_SHARED, Moments
 
 WORTH = 0.01  # more layers must take at least this share off what is lost
 EXACT = 1e-6  # an error that can't be told from none
 ENOUGH = 10  # tokens a feature, to compare source layers by
 COLUMNS = 32  # of a target, at most, to compare them by
-SHARED = 2048  # features, at most, of which moments are kept from one target to the next
 AUTO = "auto"  # as many layers as pay and as the tokens allow, up to:
 AUTO_LAYERS = 8
 
 Blocks = tuple[Block, ...]
+Path = list[Blocks]  # ever more of them
 Outputs = dict[Target, Solution]
-Way = Callable[[Method, Group, int], list[list[Blocks]]]
+Way = Callable[[Method, Group, int], list[list[Path]]]  # one or several of each target
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class Chooser:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
         most = min(most, group.source.num_layers, self._method.max_layers or most)
-        paths = self._paths(self._method, group, most)
+        found = self._paths(self._method, group, most)
         if layers == AUTO:
-            paths = [self._affordable(group, path) for path in paths]
+            found = [[self._affordable(group, path) for path in paths] for paths in found]
         shared = _Shared(group)
-        for index, path in enumerate(self._attended(group, most, paths) if self._judge else paths):
-            shared.go_to(index, path)
-            yield self._choice(shared, path)
+        for index, paths in enumerate(self._attended(group, most, found) if self._judge else found):
+            shared.go_to(index, {blocks for path in paths for blocks in path})
+            yield self._choice(shared, paths)
 
     def outputs(self, wanted: Wanted, solution: Solution) -> Outputs:
         """The keys and values that a solution gives."""
@@ -84,42 +83,48 @@ class Chooser:
         assert self._projections is not None
         return {(kind, layer): projected(solution, self._projections[layer][kind]) for kind in KINDS}
 
-    def _affordable(self, group: Group, path: list[Blocks]) -> list[Blocks]:
+    def _affordable(self, group: Group, path: Path) -> Path:
         """Those that there are enough tokens for; the smallest in any case."""
-        return [blocks for blocks in path if self._is_affordable(group, blocks)] or [min(path, key=len)]
+        return [blocks for blocks in path if _is_affordable(self._method, group, blocks)] or [min(path, key=len)]
 
-    def _is_affordable(self, group: Group, blocks: Blocks) -> bool:
-        return self._method.tokens_needed(len(blocks) * group.source.width, group.layout) <= group.train.effective
-
-    def _attended(self, group: Group, most: int, paths: list[list[Blocks]]) -> Iterator[list[Blocks]]:
-        """These paths, each with the one that is found greedily by the target's attention."""
+    def _attended(self, group: Group, most: int, found: list[list[Path]]) -> Iterator[list[Path]]:
+        """These paths, and with each target's the one that is found greedily by its attention."""
         most *= len(group.kinds)
         alone = rank(self._method, group, [(block,) for block in group.blocks])
-        for index, path in enumerate(paths):
+        for index, paths in enumerate(found):
             pool = alone[:, index].argsort(stable=True, descending=True)[: POOL * most].tolist()
             blocks = [group.blocks[i] for i in pool]
-            yield path + greedy_path(partial(self._attention_error, group, index), blocks, most)
+            yield [*paths, greedy_path(partial(self._attention_error, group, index), blocks, most)]
 
     def _attention_error(self, group: Group, index: int, blocks: Blocks) -> float:
         """By a rough fit; infinite where there are too few tokens for one."""
         assert self._judge is not None
-        if not self._is_affordable(group, blocks):
+        if not _is_affordable(self._method.rough, group, blocks):
             return math.inf
         columns = group.features(blocks), group.outputs(index)
         train, held_out = group.train.select(*columns), group.held_out.select(*columns)
         solution = self._method.rough.solve(train, group.layout, held_out)
         return self._judge.error(blocks, self.outputs(group.targets[index], solution))
 
-    def _choice(self, shared: _Shared, path: list[Blocks]) -> Choice:
-        """The best of a path, fitted to all documents. It is gone from its end as long as fewer blocks do as well."""
-        solved: list[Choice] = []
-        for _, same in groupby(sorted(set(path), key=len, reverse=True), key=len):
-            solved += [self._solved(shared, blocks) for blocks in same]
-            choice = best(solved)
-            if len(choice.blocks) > len(solved[-1].blocks):
-                break
+    def _choice(self, shared: _Shared, paths: list[Path]) -> Choice:
+        """The best of these paths, fitted to all documents."""
+        solved: dict[Blocks, Choice] = {}
+        for path in paths:
+            self._walk(shared, path, solved)
+        choice = best(list(solved.values()))
         everything = shared.everything(choice.blocks)
         return replace(choice, solution=self._method.refit(choice.solution, everything, shared.group.layout))
+
+    def _walk(self, shared: _Shared, path: Path, solved: dict[Blocks, Choice]) -> None:
+        """Solves what is not solved yet, from the path's end on as long as fewer blocks do about as well."""
+        least = math.inf
+        for blocks in sorted(path, key=len, reverse=True):
+            if blocks not in solved:
+                solved[blocks] = self._solved(shared, blocks)
+            error = solved[blocks].error
+            if not _is_about(error, least):
+                break
+            least = min(least, error)
 
     def _solved(self, shared: _Shared, blocks: Blocks) -> Choice:
         group, train, held_out = shared.group, shared.train(blocks), shared.held_out(blocks)
@@ -134,8 +139,17 @@ class Chooser:
 def best(choices: Sequence[Choice]) -> Choice:
     """Of those that are about as good as any, one from the fewest blocks, and of these the best."""
     least = min(choice.error for choice in choices)
-    good = [choice for choice in choices if choice.error <= (1 + WORTH) * least + EXACT]
+    good = [choice for choice in choices if _is_about(choice.error, least)]
     return min(good, key=lambda choice: (len(choice.blocks), choice.error))
+
+
+def _is_about(error: float, least: float) -> bool:
+    """Whether more blocks are not worth what they take off this error."""
+    return error <= (1 + WORTH) * least + EXACT
+
+
+def _is_affordable(method: Method, group: Group, blocks: Blocks) -> bool:
+    return method.tokens_needed(len(blocks) * group.source.width, group.layout) <= group.train.effective
 
 
 class _Shared:
@@ -148,10 +162,10 @@ class _Shared:
         self._wholes: dict[str, Moments] = {}  # of all blocks of the path, and the target
         self._kept: dict[tuple[str, Blocks], Moments] = {}
 
-    def go_to(self, index: int, path: Collection[Blocks]) -> None:
-        """A target, and the blocks that will be asked for."""
-        self.index, self._path, self._wholes = index, _joined(path), {}
-        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in {*path, self._path}}
+    def go_to(self, index: int, asked_for: Collection[Blocks]) -> None:
+        """A target, and the blocks that moments will be asked of."""
+        self.index, self._path, self._wholes = index, _joined(asked_for), {}
+        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in {*asked_for, self._path}}
 
     def train(self, blocks: Blocks) -> Moments:
         return self._part("train", blocks)
@@ -188,7 +202,7 @@ class _Shared:
         return features.to(device), torch.arange(self.group.layout.target_width, device=device)
 
     def _keep(self, which: str, blocks: Blocks, moments: Moments) -> Moments:
-        if moments.num_features <= SHARED:
+        if moments.num_features <= MOST_SHARED:
             self._kept[which, blocks] = moments
         return moments
 
@@ -231,21 +245,21 @@ def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
     return torch.stack(rows)
 
 
-def _top(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+def _top(method: Method, group: Group, most: int) -> list[list[Path]]:
     layers = [tuple((kind, layer) for kind in group.kinds) for layer in range(group.source.num_layers)]
     best_first = rank(method, group, layers).argsort(stable=True, dim=0, descending=True).T.tolist()
-    return [[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)] for order in best_first]
+    return [[[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)]] for order in best_first]
 
 
-def _forward(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+def _forward(method: Method, group: Group, most: int) -> list[list[Path]]:
     """Where features join keys and values, each kind of a layer is taken for itself; in all as many as with `top`."""
     group.fold()  # it looks at so many candidates that little is left out
     alone = rank(method, group, [(block,) for block in group.blocks])
     most *= len(group.kinds)
-    return [forward_path(group, index, alone[:, index], most) for index in range(len(group.targets))]
+    return [[forward_path(group, index, alone[:, index], most)] for index in range(len(group.targets))]
 
 
-def _both(method: Method, group: Group, most: int) -> list[list[Blocks]]:
+def _both(method: Method, group: Group, most: int) -> list[list[Path]]:
     group.fold()
     return [a + b for a, b in zip(_top(method, group, most), _forward(method, group, most), strict=True)]
 

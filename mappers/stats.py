@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
 WIDE_STRIP = 2048  # of products with targets
+MOST_SHARED = 2048  # features: what is made of more takes too much memory to be kept
 RUNS = 64  # of columns that lie together; more are taken one by one
 RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
 
@@ -168,8 +169,10 @@ class Moments:
         return self.xx
 
     def of_features(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of the features alone, made once, for moments `like` these as well. They are not to change
-        any more."""
+        """What `make` makes of the features alone; unless they are many, made once, for moments `like` these as well.
+        They are not to change any more."""
+        if self.num_features > MOST_SHARED:
+            return make()
         if key not in self._of_features:
             self._of_features[key] = make()
         made: T = self._of_features[key]
