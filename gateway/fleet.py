@@ -22,6 +22,7 @@ from gateway.settings import AUTO, Settings, TierSettings
 from gateway.worker import Worker
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, ModelNotFound
+from workers.api.schemas import WorkerInfo
 
 DOWN_POLL_S = 0.25
 AFFINITY_SLACK = 4  # calls under way: for a prefix that it has read, a worker may be so much busier than another
@@ -50,9 +51,16 @@ class Tier:
     @property
     def response_formats(self) -> list[str]:
         """The types that all of its workers have, of those that were seen."""
-        infos = [worker.info for worker in self.workers.values() if worker.info is not None]
-        told = infos[0].response_formats if infos else ["text"]
-        return [one for one in told if all(one in info.response_formats for info in infos)]
+        told = dict.fromkeys(one for info in self._infos for one in info.response_formats)
+        return [one for one in told if self.may_answer_in(one)]
+
+    def may_answer_in(self, form: str) -> bool:
+        """Whether no worker that was seen lacks this type: where none was yet, asking will tell."""
+        return all(form in info.response_formats for info in self._infos)
+
+    @property
+    def _infos(self) -> list[WorkerInfo]:
+        return [worker.info for worker in self.workers.values() if worker.info is not None]
 
     @property
     def is_ready(self) -> bool:

@@ -49,7 +49,7 @@ def decide(turn: Turn, asked: Asked, selected: Selected, fleet: Fleet, tiers: Se
     if named is None:
         return selected.decide(tiers, asked)
     check_may_use(turn.tenant, named)
-    if turn.request.form is not None and turn.request.form.type not in named.response_formats:
+    if turn.request.form is not None and not named.may_answer_in(turn.request.form.type):
         raise _no_such_form(turn.request.form, [named])
     if named.name not in tiers:
         raise InvalidRequest(
@@ -96,7 +96,7 @@ def allowed(turn: Turn, fleet: Fleet) -> list[str]:
 
 def _able(form: ResponseFormat, tiers: Sequence[Tier]) -> list[str]:
     """Those of the tiers that can answer in this form."""
-    able = [tier.name for tier in tiers if form.type in tier.response_formats]
+    able = [tier.name for tier in tiers if tier.may_answer_in(form.type)]
     if not able:
         raise _no_such_form(form, tiers)
     return able

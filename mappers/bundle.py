@@ -98,6 +98,8 @@ def update(path: str | Path, *, report: str | None = None, **changes: Any) -> Ma
         raise MapperError(f"{', '.join(changes)} would make it another bundle; allowed: evaluation, gate")
     try:
         if "evaluation" in changes:
+            # Whatever comes between, no evaluation stands there beside the report of another.
+            _write_manifest(folder, changed.model_copy(update={"report_sha256": ""}))
             changed = changed.model_copy(update={"report_sha256": _put_report(folder, report)})
         return _write_manifest(folder, changed)
     except OSError as error:

@@ -248,11 +248,10 @@ def longest_of(configs: Iterable[Any]) -> int:
     return min(MAX_DOCUMENT_TOKENS, *map(context_of, configs))
 
 
-def rows_to_fit(lengths: Iterable[int], reading: Reading) -> float:
-    """How many equal rows documents of such lengths give to fit by, at least: of those that are not held out, without
-    the head, and weighted."""
-    rows = sum(length - reading.head for index, length in enumerate(lengths) if not is_held_out(index))
-    return rows * (1.0 if reading.weighting == "uniform" else reading.effective_share)
+def rows_to_fit(lengths: Iterable[int], reading: Reading) -> int:
+    """How many rows documents of such lengths give to fit by: of those that are not held out, without the head. With
+    weights they tell as much as fewer equal ones."""
+    return sum(length - reading.head for index, length in enumerate(lengths) if not is_held_out(index))
 
 
 class _Stream:

@@ -20,7 +20,16 @@ from mappers import report
 from mappers.arms import ARMS, ESSENTIAL, check_arms
 from mappers.bundle import MANIFEST, load, update
 from mappers.commands.output import check_writable, check_writable_folder, write
-from mappers.commands.pair import Meter, Pair, add_pair_options, check_device, pair_of_family, pair_of_options, say
+from mappers.commands.pair import (
+    Meter,
+    Pair,
+    add_pair_options,
+    check_device,
+    numbers,
+    pair_of_family,
+    pair_of_options,
+    say,
+)
 from mappers.commands.running import resumable, run
 from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
@@ -68,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--documents", type=int, help=f"at each length (default {fixed.num_documents}; to diagnose, {DIAGNOSED})"
     )
     parser.add_argument("--controls", type=int, default=fixed.num_controls, help="of these, for controls (%(default)s)")
-    parser.add_argument("--lengths", type=_numbers, default=fixed.lengths, help="prefix lengths (384,1024,2048)")
+    parser.add_argument("--lengths", type=numbers, default=fixed.lengths, help="prefix lengths (384,1024,2048)")
     parser.add_argument("--head", type=int, default=fixed.head, help="first tokens read natively (default %(default)s)")
     parser.add_argument("--tail", type=int, default=fixed.tail, help="last tokens read natively (default %(default)s)")
     parser.add_argument("--scored", type=int, default=fixed.scored, help="tokens scored behind (default %(default)s)")
@@ -84,13 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report to look at to FILE")
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers of tokens, as in 384,1024")
-    return tuple(map(int, parts))
 
 
 def _check(options: argparse.Namespace) -> None:

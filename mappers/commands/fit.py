@@ -19,7 +19,7 @@ from mappers.checkpoint import EVERY_S
 from mappers.choose import AUTO, WAYS
 from mappers.collect import Reading
 from mappers.commands.output import check_writable, check_writable_folder
-from mappers.commands.pair import Meter, add_pair_options, check_device, pair_of_family, pair_of_options, say
+from mappers.commands.pair import Meter, add_pair_options, check_device, numbers, pair_of_family, pair_of_options, say
 from mappers.commands.planned import Planned
 from mappers.commands.running import resumable, run
 from mappers.errors import MapperError
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-ppl-ratio", type=float, help="give the bundle a gate of its own")
     parser.add_argument("--min-top1", type=float, help="give the bundle a gate of its own")
     parser.add_argument(
-        "--gate-lengths", dest="lengths", type=int, nargs="+", metavar="TOKENS", help="prefix lengths that it asks for"
+        "--gate-lengths", dest="lengths", type=numbers, metavar="TOKENS", help="prefix lengths that it asks for"
     )
     parser.add_argument(
         "--gate-documents", dest="min_documents", type=int, help="test documents that it asks for at each of them"
@@ -213,8 +213,17 @@ def _gate(options: argparse.Namespace) -> Gate | None:
 
 def _judging(out: Path, options: argparse.Namespace) -> str:
     """The command that does."""
-    named = [("--family", options.family), ("--source", options.source), ("--target", options.target)]
-    given = [part for option, value in [*named, ("--data", options.data)] if value for part in (option, value)]
+    asked = {
+        "--family": options.family,
+        "--source": options.source,
+        "--target": options.target,
+        "--data": options.data,
+        "--lengths": ",".join(map(str, options.lengths or ())),
+        "--documents": options.min_documents,
+        "--device": options.device if options.device != "cpu" else None,
+        "--dtype": options.dtype if options.dtype != "float32" else None,
+    }
+    given = [part for option, value in asked.items() if value for part in (option, str(value))]
     return shlex.join(["kvrelay", "eval", str(out), *given, "--write"])
 
 

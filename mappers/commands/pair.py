@@ -109,3 +109,11 @@ def _data(path: str) -> tuple[str, Callable[[], Iterable[Conversation]]]:
     """Its name, and what reads it."""
     check_found(path)
     return Path(path).name, partial(stream_conversations, path)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Of tokens, as an argument tells them."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers of tokens, as in 384,1024")
+    return tuple(map(int, parts))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.stack import Stack, in_process, told
+from workers.api.errors import WorkerUnavailable
 
 JSON = {"type": "json_object"}
 FOLLOWING = {
@@ -85,3 +86,12 @@ async def test_a_form_that_is_none_is_refused(form: dict[str, Any], param: str) 
         await having(stack, small=BOTH, large=BOTH)
         refused = await stack.chat(response_format=form)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_what_no_worker_was_there_to_tell_is_no_refusal() -> None:
+    """A client that is told 400 does not come again."""
+    async with in_process() as stack:
+        for worker in stack.app.state.gateway.parts.fleet.workers:
+            worker.info = None
+        stack.small.fail("chat", WorkerUnavailable("gone"))
+        assert (await stack.chat(model="small", response_format=JSON)).status_code == 502

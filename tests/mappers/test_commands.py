@@ -40,12 +40,13 @@ def pair(root: Path) -> list[str]:
 
 def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
-    gate = ["--max-ppl-ratio", "3", "--gate-lengths", "40", "60", "--gate-documents", "3"]
+    gate = ["--max-ppl-ratio", "3", "--gate-lengths", "40,60", "--gate-documents", "3"]
     assert fit.main([*arguments, "--precision", "float32", *gate]) == 0
     out, err = capsys.readouterr()
     assert "3 layers of 2 x 8 onto 3 of 2 x 8; statistics take at most 0.0 GB" in err
     assert "902 tokens in 11 documents\n" in err and "902 of 902 tokens" in err and "6 of 6 outputs" in err
-    assert err.endswith(f"{shlex.join(['kvrelay', 'eval', str(tmp_path / 'b'), *pair(workplace), '--write'])}\n")
+    judging = ["kvrelay", "eval", str(tmp_path / "b"), *pair(workplace), "--lengths", "40,60", "--documents", "3"]
+    assert err.endswith(f"{shlex.join([*judging, '--write'])}\n")
     assert re.search(r"the models read for \d+\.\d s; all else took \d+\.\d s", err)
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
@@ -252,7 +253,7 @@ def test_fit_says_what_it_lacks(
         (["--max-ppl-ratio", "0.5"], "max_ppl_ratio is 0.5; allowed: 1 and more"),
         (["--min-top1", "80"], "min_top1 is 80.0; allowed: 0 to 1"),
         (["--gate-documents", "0"], "gate_documents is 0; allowed: 1 and more"),
-        (["--gate-lengths", "384", "-1"], "gate_lengths is -1; allowed: 1 and more"),
+        (["--gate-lengths", "384,0"], "gate_lengths is 0; allowed: 1 and more"),
     ],
 )
 def test_fit_checks_its_arguments_before_it_prepares_anything(

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -70,6 +71,10 @@ class Forwarding(logging.Handler):
     what is `loggable`: the rest may repeat a prompt."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Exception):  # what cannot be told is lost; whoever logs it goes on
+            self._tell(record)
+
+    def _tell(self, record: logging.LogRecord) -> None:
         bug = record.exc_info[1] if record.exc_info else None
         tell = getattr(structlog.get_logger(), _level(record.levelno))
         tell("logged", logger=record.name, said=_said(record), **(loggable(bug) if bug else {}))

@@ -13,7 +13,8 @@ from workers.engines.admission import Admission
 from workers.engines.base import Engine
 from workers.pool.pool import Pool
 
-LEASE_PATIENCE_S = 2.0  # whoever asks for a lease has a prompt that can be read instead
+PATIENCE_S = 2.0  # whoever asks has a prompt that can be read instead
+PATIENCE_SHARE = 0.25  # of the time that a request has left
 _END = object()
 
 
@@ -37,15 +38,15 @@ class Recalls:
     ) -> None:
         """What `reuse_of` would look for in vain, if the pool has it elsewhere."""
         if params.cache_id is not None or params.reuse:
-            await self._recall(self._pool.evicted(token_ids, salt, params.cache_id), priority, deadline)
+            left_s = PATIENCE_S if deadline is None else PATIENCE_SHARE * (deadline - time.monotonic())
+            await self._recall(self._pool.evicted(token_ids, salt, params.cache_id), priority, left_s)
 
     async def for_lease(self, cache_id: str, salt: str) -> None:
-        await self._recall(self._pool.evicted((), salt, cache_id), 0, time.monotonic() + LEASE_PATIENCE_S)
+        await self._recall(self._pool.evicted((), salt, cache_id), 0, PATIENCE_S)
 
-    async def _recall(self, cache_id: str | None, priority: int, deadline: float | None) -> None:
+    async def _recall(self, cache_id: str | None, priority: int, within_s: float) -> None:
         if cache_id is None:
             return
-        within_s = None if deadline is None else deadline - time.monotonic()
         try:
             async with asyncio.timeout(within_s), self._queue.admit(priority=priority):
                 await self._bring_back(cache_id, priority)

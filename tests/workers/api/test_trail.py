@@ -53,3 +53,8 @@ def test_the_level_is_kept(level: str) -> None:
     with capture_logs() as lines:
         Forwarding().emit(logging.LogRecord("a", logging.getLevelName(level.upper()), "", 0, "b", (), None))
     assert [line["log_level"] for line in lines] == [level]
+
+
+def test_a_line_that_cannot_be_told_harms_nobody() -> None:
+    forwarding = Forwarding()
+    forwarding.emit(logging.LogRecord("workers.x", logging.WARNING, "", 0, "%d tokens", ("many",), None))
