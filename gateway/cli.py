@@ -16,7 +16,7 @@ from pathlib import Path
 from workers.api import bars
 
 GROUP = "kvrelay.commands"
-USAGE = 2
+USAGE, INTERRUPTED = 2, 130  # as a shell has them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +40,9 @@ def run(argv: Sequence[str], commands: Iterable[EntryPoint]) -> int:
         told = f"{error.name} is not installed; try: pip install 'kvrelay[worker]'"
         print(f"kvrelay {command.name}: {told}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # what a command needs may take seconds to import
+        print(f"kvrelay {command.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return int(function(list(argv[1:])) or 0)
 
 

@@ -12,6 +12,7 @@ piece, and whose client takes the answer, more than a few attributes. Checked wi
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from http import HTTPStatus
@@ -28,6 +29,7 @@ from gateway.snapshot import Gateway
 from workers.api.errors import InvalidRequest, KvrelayError, RequestTooSlow
 from workers.api.trail import REQUEST_ID_HEADER, new_id
 
+UPGRADE = re.compile(rb"\r\nupgrade(?=[ \t]*:)", re.IGNORECASE)
 AT_ONCE = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
 
 log = structlog.get_logger()
@@ -82,8 +84,10 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf:
             self._drop(len(data))
             return
+        if self._may_be_head and b"pgrade" in data:
+            data = _without_upgrade(data)
         super().data_received(data)
-        if self._head_is_open or self.cycle.response_complete:
+        if self._may_be_head:
             self._wait_for_head(len(data))
 
     def on_message_begin(self) -> None:
@@ -117,6 +121,11 @@ class Protocol(HttpToolsProtocol):
             self._turn_deaf()  # what follows the request is none
         else:
             self._refuse(InvalidRequest(msg))
+
+    @property
+    def _may_be_head(self) -> bool:
+        """Of a request: what comes next, or what has just come."""
+        return self._head_is_open or self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_answering(self) -> bool:
@@ -183,6 +192,13 @@ class Protocol(HttpToolsProtocol):
             self._gateway.metrics.requests.labels("none", error.status).inc()
             log.info("request", status=error.status)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A head, and what follows it, without the offer to speak another protocol: that is passed over (RFC 9110, 7.8),
+    where httptools would pass over the body."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"\r\nx-upgrade", head) + end + rest
 
 
 def _refusal(error: KvrelayError) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,7 @@ class Solution:
     weight: Tensor
     bias: Tensor
     ridge: float | None = None
+    _judged: dict[Moments, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that are stored, bias aside."""
@@ -65,7 +66,9 @@ class Solution:
 
     def r2(self, moments: Moments) -> float:
         """Share of the targets' variance that this map explains on other moments; below 0 if worse than their mean."""
-        return 1 - float(self.lost(moments).sum() / moments.yy.sum().clamp_min(TINY))
+        if moments not in self._judged:
+            self._judged[moments] = 1 - float(self.lost(moments).sum() / moments.yy.sum().clamp_min(TINY))
+        return self._judged[moments]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,16 @@ from gateway.cli import GROUP, run
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """Two commands out of files: one that works, one whose import needs what is not installed."""
+    """Commands out of files: one that works, one whose import needs what is not installed, one stopped meanwhile."""
     about = '"""`kvrelay greet`: say hello.\n\nMore of it.\n"""\n'
     (tmp_path / "kvrelay_greet.py").write_text(f"{about}def main(argv):\n    print('hello', *argv)\n    return 3\n")
     (tmp_path / "kvrelay_heavy.py").write_text("import package_that_is_not_installed\n")
+    (tmp_path / "kvrelay_slow.py").write_text("raise KeyboardInterrupt\n")
     monkeypatch.syspath_prepend(tmp_path)
     return [
         EntryPoint("greet", "kvrelay_greet:main", GROUP),
         EntryPoint("heavy", "kvrelay_heavy:main", GROUP),
+        EntryPoint("slow", "kvrelay_slow:main", GROUP),
     ]
 
 
@@ -54,9 +56,16 @@ def test_nothing_asked_is_a_question(commands: list[EntryPoint], capsys: pytest.
 
 def test_an_unknown_command_names_the_known(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
     assert run(["gret"], commands) == 2
-    assert "unknown command 'gret'; known: greet, heavy" in capsys.readouterr().err
+    assert "unknown command 'gret'; known: greet, heavy, slow" in capsys.readouterr().err
 
 
 def test_a_command_that_needs_an_extra_says_which(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
     assert run(["heavy"], commands) == 1
     assert "package_that_is_not_installed is not installed; try: pip install" in capsys.readouterr().err
+
+
+def test_a_command_that_is_stopped_while_it_loads_ends_in_a_line(
+    commands: list[EntryPoint], capsys: pytest.CaptureFixture
+) -> None:
+    assert run(["slow"], commands) == 130
+    assert capsys.readouterr().err == "kvrelay slow: interrupted\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -191,3 +192,37 @@ async def test_what_is_sent_behind_a_request_is_bounded(stack: Stack) -> None:
         writer.write(CHAT + LIVEZ)
         assert await sent_on(writer, b"x" * 65_536) < 16 * 2**20
     await eventually(lambda: stack.large.num_hang_ups == 1)
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+async def test_an_offer_to_speak_another_protocol_is_passed_over(stack: Stack, name: bytes, pause_s: float) -> None:
+    """As clients on the Java virtual machine make it with every request over plain HTTP."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    head = HEAD + offer + b"content-length: %d\r\n\r\n" % len(BODY)
+    async with connected(stack) as (reader, writer):
+        for _ in range(2):
+            writer.write(head)
+            await asyncio.sleep(pause_s)
+            writer.write(BODY)
+            assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize("line", [b"CONNECT a:443", b"GET http://a:99999999/livez", b"GET http:///livez"])
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_what_names_no_path_is_refused_and_no_bug(stack: Stack, line: bytes, num_before: int) -> None:
+    told: list[logging.LogRecord] = []
+    watching = logging.Handler(logging.ERROR)
+    watching.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("asyncio").addHandler(watching)
+    try:
+        async with connected(stack) as (reader, writer):
+            for _ in range(num_before):
+                writer.write(LIVEZ)
+                assert (await answer(reader))[0] == 200
+            writer.write(line + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 400
+            assert await reader.read() == b""
+    finally:
+        logging.getLogger("asyncio").removeHandler(watching)
+    assert told == []
