@@ -35,16 +35,16 @@ check: $(STAMP)
 
 ifeq ($(ENGINE),vllm)
 $(STAMP): constraints-vllm.txt
-	@$(PYTHON) -m venv $(VENV)
 	@echo "installing vLLM for the CPU and kvrelay into $(VENV) (about 3.4 GB, some minutes)"
+	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 else
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvrelay needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
+	@echo "installing kvrelay and its dependencies into $(VENV) (minutes; torch with CUDA is some gigabytes)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "installing kvrelay and its dependencies into $(VENV) (a minute or two)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[worker,test]"
 	@touch $@

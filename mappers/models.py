@@ -44,6 +44,8 @@ def local_folder(name: str | Path) -> Path:
     """The folder of a model: `name` itself, or the local copy of a model of the hub, fetched if need be."""
     if Path(name).is_dir():
         return Path(name)
+    if str(name).startswith(("/", ".", "~")):
+        raise UnsupportedModel(f"no model at {str(name)!r}: there is no such folder")
     with _told(f"no model at {str(name)!r}"):
         return Path(snapshot_download(str(name), allow_patterns=FILES))
 

@@ -380,7 +380,8 @@ def gpus(probe: Probe) -> Finding:
     try:
         told = probe()
     except OSError as error:
-        return Finding("GPUs", "wrong", str(error), "torch is installed and does not work: install it again")
+        advice = "run it again on a machine that is less busy; if that does not help, install torch again"
+        return Finding("GPUs", "wrong", str(error), advice)
     if told is None:
         return Finding("GPUs", "skipped", "torch is not installed here; a gateway needs none")
     if not told["devices"]:

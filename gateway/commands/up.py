@@ -11,6 +11,8 @@ from pathlib import Path
 
 from gateway.commands import family
 from gateway.commands.stack import Stack, StackError, port_is_free, stop_on_signals
+from gateway.errors import SettingsError
+from gateway.settings import load, read_secret
 
 MAX_ENDS, WITHIN_S = 5, 600.0  # of workers; more often, something is wrong with them
 EXAMPLE = (
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = options.config or _embedded(options.family, options.port, options.engine)
         return _serve(config)
-    except (StackError, OSError) as error:
+    except (StackError, SettingsError, OSError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -54,11 +56,25 @@ def _check_port(port: int) -> None:
 
 def _serve(config: Path) -> int:
     secret = family.cluster_secret(family.home() / "secret")
+    stack = Stack(config, secret, family.home() / "run")
+    _check_usable(config)
     print("starting the workers and the gateway", flush=True)
-    with Stack(config, secret, family.home() / "run") as stack:
-        stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-        print(_welcome(stack.url), flush=True)
-        return supervise(stack)
+    with stack:
+        try:
+            stack.wait_ready(lambda line: print(f"  {line}", flush=True))
+            print(_welcome(stack.url, config), flush=True)
+            return supervise(stack)
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
+            raise
+
+
+def _check_usable(config: Path) -> None:
+    """Raises `SettingsError` for what the gateway would only tell once its workers have been started."""
+    settings = load(config)
+    settings.check_bind()
+    if settings.admin.key_file is not None:
+        read_secret(settings.admin.key_file, "admin.key_file")
 
 
 def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
@@ -76,10 +92,10 @@ def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
         stack.start_worker(ended.name)
 
 
-def _welcome(url: str) -> str:
+def _welcome(url: str, config: Path) -> str:
     return f"""
 kvrelay answers at {url}/v1 (metrics: {url}/metrics). Try:
 
   curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{EXAMPLE}'
 
-Ctrl-C stops everything."""
+The gateway follows {config} as you edit it. Ctrl-C stops everything."""

@@ -177,7 +177,8 @@ def test_a_port_that_is_taken(alone: dict[str, Any], tmp_path: Path, port: Calla
         ({"workers": {"lost": {"tier": "small"}}}, "workers.lost needs a url"),
         ({"workers": {"lost": {"url": "http://127.0.0.1:99999"}}}, "workers.lost needs a url"),
         ({"server": 8000}, "server"),
-        ({"polizy": {}}, "gateway ended with status 2(.|\n)*polizy: unknown key; known: tiers"),
+        ({"polizy": {}}, "polizy: unknown key; known: tiers"),
+        ({"admin": {"key_file": "nowhere"}}, "admin.key_file: .*nowhere"),
     ],
 )
 def test_a_file_that_is_no_configuration(
