@@ -28,7 +28,7 @@ from mappers.judge import Judge
 from mappers.manifest import KINDS, Block
 from mappers.methods import Method, Solution
 from mappers.methods.base import TINY
-from mappers.stats import MOST_SHARED, Moments
+from mappers.stats import MOST_KEPT, MOST_SHARED, Moments
 
 WORTH = 0.01  # more layers must take at least this share off what is lost
 EXACT = 1e-6  # an error that can't be told from none
@@ -153,19 +153,18 @@ def _is_affordable(method: Method, group: Group, blocks: Blocks) -> bool:
 
 
 class _Shared:
-    """Moments of blocks of one target's path after another's. Targets that lie together are often computed from the
-    same blocks: of the path before, what is made of the blocks alone is kept where it is not large."""
+    """Moments of blocks of one target's path after another's. Targets are often computed from the same blocks: what was
+    made of those alone, and used last, is kept where it is not large."""
 
     def __init__(self, group: Group):
         self.group, self.index = group, 0
         self._path: Blocks = ()
         self._wholes: dict[str, Moments] = {}  # of all blocks of the path, and the target
-        self._kept: dict[tuple[str, Blocks], Moments] = {}
+        self._kept: dict[tuple[str, Blocks], Moments] = {}  # those used last at the end
 
     def go_to(self, index: int, asked_for: Collection[Blocks]) -> None:
         """A target, and the blocks that moments will be asked of."""
         self.index, self._path, self._wholes = index, _joined(asked_for), {}
-        self._kept = {of: moments for of, moments in self._kept.items() if of[1] in {*asked_for, self._path}}
 
     def train(self, blocks: Blocks) -> Moments:
         return self._part("train", blocks)
@@ -203,7 +202,10 @@ class _Shared:
 
     def _keep(self, which: str, blocks: Blocks, moments: Moments) -> Moments:
         if moments.num_features <= MOST_SHARED:
+            self._kept.pop((which, blocks), None)
             self._kept[which, blocks] = moments
+            while sum(kept.num_features**2 for kept in self._kept.values()) > MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
         return moments
 
 

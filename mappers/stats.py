@@ -24,6 +24,7 @@ T = TypeVar("T")
 STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
 WIDE_STRIP = 2048  # of products with targets
 MOST_SHARED = 2048  # features: what is made of more takes too much memory to be kept
+MOST_KEPT = 5 * 2**23  # products of features, of several sets of these, that are kept to be used again
 RUNS = 64  # of columns that lie together; more are taken one by one
 RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
 
