@@ -167,11 +167,8 @@ class Gateway:
         return Snapshot(before.generation + 1 if before else 1, settings, parts, filing, tenants, admin_key)
 
     def _filing(self, settings: Settings, before: Snapshot | None) -> Filing:
-        """That of before where it is the same; what only discovery has changed asks for no password anew."""
-        if before is not None:
-            is_untouched = settings.registry is before.settings.registry
-            if is_untouched or before.filing.is_at(settings.registry):
-                return before.filing
+        if before is not None and before.filing.is_at(settings.registry):
+            return before.filing
         return Filing.at(settings.registry, self.metrics)
 
     def _retire(self, before: Snapshot, after: Snapshot) -> None:

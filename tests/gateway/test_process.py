@@ -105,14 +105,15 @@ def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
 
 async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
     """Its log is JSON to the end, whatever uvicorn says of a client."""
-    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
     with workers() as (_, _, section), gateway(configured(tmp_path, workers=section)) as (process, url):
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            assert (await http.get("/livez", headers=upgrade)).status_code == 200
+        reader, writer = await asyncio.open_connection(httpx.URL(url).host, httpx.URL(url).port)
+        writer.write(b"no HTTP\r\n\r\n")
+        assert b" 400 " in await reader.read()
+        writer.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0
         told = [json.loads(line) for line in process.communicate()[1].splitlines()]
-        assert "Unsupported upgrade request." in [line.get("said") for line in told]
+        assert "Invalid HTTP request received." in [line.get("said") for line in told]
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
