@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, fit
 from mappers.choose import WAYS
 from mappers.collect import MAX_DOCUMENT_TOKENS
-from mappers.commands.pair import Meter, Pair, pair_of_family, say
+from mappers.commands.pair import Meter, Pair, numbers, pair_of_family, say
 from mappers.evaluate import judge_all
 from mappers.families import find_family
 from mappers.fit import DEFAULT_HEAD
@@ -298,15 +298,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-copies", action="store_true", help="fit layers that both models share as well")
     parser.add_argument("--fits", type=int, default=1, help="how often both fit (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="how often both map (default %(default)s)")
-    parser.add_argument("--lengths", type=_numbers, default=(384, 1024), help="prefix lengths (384,1024)")
+    parser.add_argument("--lengths", type=numbers, default=(384, 1024), help="prefix lengths (384,1024)")
     parser.add_argument("--documents", type=int, default=10, help="test documents at each (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _our_fit(pair: Pair, texts: list[list[int]], options: argparse.Namespace) -> tuple[Mapper, float]:

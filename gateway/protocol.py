@@ -15,6 +15,7 @@ import asyncio
 import re
 import socket
 import struct
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -35,6 +36,27 @@ AT_ONCE = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
 log = structlog.get_logger()
 
 
+class Alarm:
+    """One call that is made after some time, unless it is stopped or set anew before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._timer is not None
+
+    def set(self, after_s: float, call: Callable[[], None]) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(after_s, call)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Protocol(HttpToolsProtocol):
     """Refuses a head that is too large or too slow. Takes one request at a time: one that is sent before the last is
     answered goes unread, and the connection closes after that answer, so that the client knows to send it again. A
@@ -53,8 +75,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._gateway: Gateway = config.app.state.gateway  # type: ignore[union-attr]
         self._head_is_open = True
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._late_head, self._stall = Alarm(self.loop), Alarm(self.loop)
         self._is_deaf = False
         self._num_bytes = 0  # read since the head began, or since nothing more is heard
 
@@ -63,8 +84,8 @@ class Protocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        self._stop_stall_timer()
+        self._late_head.stop()
+        self._stall.stop()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -72,7 +93,7 @@ class Protocol(HttpToolsProtocol):
         self._wait_for_taking()
 
     def resume_writing(self) -> None:
-        self._stop_stall_timer()
+        self._stall.stop()
         super().resume_writing()
 
     def on_response_complete(self) -> None:
@@ -100,10 +121,9 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._head_is_open = False
-        if self._head_timer is not None:
-            self._stop_head_timer()
-        if self._stall_timer is not None and not self.flow.write_paused:
-            self._stop_stall_timer()  # the client is there; what is unsent now grows by another answer
+        self._late_head.stop()
+        if not self.flow.write_paused:
+            self._stall.stop()  # the client is there; what is unsent now grows by another answer
         self.scope["state"]["body_left"] = True
         super().on_headers_complete()
 
@@ -147,9 +167,9 @@ class Protocol(HttpToolsProtocol):
         if self._is_deaf or self.transport.is_closing():
             return
         settings = self._gateway.settings
-        if self._head_timer is None:
+        if not self._late_head.is_set:
             self._num_bytes = 0
-            self._head_timer = self.loop.call_later(settings.deadlines.body_s, self._head_is_late)
+            self._late_head.set(settings.deadlines.body_s, self._head_is_late)
             return
         self._num_bytes += num_bytes
         if self._num_bytes > settings.limits.max_header_bytes:
@@ -158,16 +178,10 @@ class Protocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._refuse(RequestTooSlow(f"the headers did not arrive within {self._gateway.settings.deadlines.body_s:g} s"))
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
     def _wait_for_taking(self) -> None:
         """Until the client takes more of what it was sent."""
-        self._stop_stall_timer()
         stall_s, unsent = self._gateway.settings.deadlines.client_stall_s, self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(stall_s, self._look_whether_taken, unsent)
+        self._stall.set(stall_s, lambda: self._look_whether_taken(unsent))
 
     def _look_whether_taken(self, unsent: int) -> None:
         left = self.transport.get_write_buffer_size()
@@ -177,11 +191,6 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
         elif left:
             self._wait_for_taking()
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
 
     def _refuse(self, error: KvrelayError) -> None:
         """Tells what is wrong, unless an answer has begun, and closes."""

@@ -32,7 +32,7 @@ from gateway.policies import Policy
 from workers.api import secret
 from workers.api.addresses import HttpUrl, scheme_of
 from workers.api.durations import Seconds, SecondsOrNone
-from workers.api.heartbeat import DiscoverySettings
+from workers.api.heartbeat import DiscoverySettings, board_url
 from workers.api.redis_access import RedisAccess
 from workers.api.redis_url import REDIS_SCHEMES, checked
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
@@ -261,9 +261,7 @@ class Settings(BaseSettings):
     def board_url(self) -> str | None:
         """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
         password's file that cannot be used."""
-        if self.discovery is None:
-            return None
-        return self.discovery.url_with_password(partial(read_secret, key="discovery.password_file"))
+        return board_url(self.discovery, partial(read_secret, key="discovery.password_file"))
 
     def check_bind(self) -> None:
         """Raises `SettingsError` for an address that others can reach while nobody needs a key."""

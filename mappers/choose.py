@@ -40,7 +40,7 @@ AUTO_LAYERS = 8
 Blocks = tuple[Block, ...]
 Path = list[Blocks]  # ever more of them
 Outputs = dict[Target, Solution]
-Way = Callable[[Method, Group, int], list[list[Path]]]  # one or several of each target
+Way = Callable[["Ranking", int], list[list[Path]]]  # one or several of each target
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,12 @@ class Chooser:
             raise CalibrationTooSmall("one document; at least 2 are needed, to judge a fit on what it has not seen")
         most = AUTO_LAYERS if isinstance(layers, str) else layers
         most = min(most, group.source.num_layers, self._method.max_layers or most)
-        found = self._paths(self._method, group, most)
+        ranking = Ranking(self._method, group)
+        found = self._paths(ranking, most)
         if layers == AUTO:
             found = [[self._affordable(group, path) for path in paths] for paths in found]
         shared = _Shared(group)
-        for index, paths in enumerate(self._attended(group, most, found) if self._judge else found):
+        for index, paths in enumerate(self._attended(ranking, most, found) if self._judge else found):
             shared.go_to(index, {blocks for path in paths for blocks in path})
             yield self._choice(shared, paths)
 
@@ -87,12 +88,12 @@ class Chooser:
         """Those that there are enough tokens for; the smallest in any case."""
         return [blocks for blocks in path if _is_affordable(self._method, group, blocks)] or [min(path, key=len)]
 
-    def _attended(self, group: Group, most: int, found: list[list[Path]]) -> Iterator[list[Path]]:
+    def _attended(self, ranking: Ranking, most: int, found: list[list[Path]]) -> Iterator[list[Path]]:
         """These paths, and with each target's the one that is found greedily by its attention."""
+        group = ranking.group
         most *= len(group.kinds)
-        alone = rank(self._method, group, [(block,) for block in group.blocks])
         for index, paths in enumerate(found):
-            pool = alone[:, index].argsort(stable=True, descending=True)[: POOL * most].tolist()
+            pool = ranking.alone[:, index].argsort(stable=True, descending=True)[: POOL * most].tolist()
             blocks = [group.blocks[i] for i in pool]
             yield [*paths, greedy_path(partial(self._attention_error, group, index), blocks, most)]
 
@@ -247,23 +248,45 @@ def rank(method: Method, group: Group, candidates: Sequence[Blocks]) -> Tensor:
     return torch.stack(rows)
 
 
-def _top(method: Method, group: Group, most: int) -> list[list[Path]]:
+class Ranking:
+    """How much blocks of a group explain alone, by one method: the same candidates are looked at once."""
+
+    def __init__(self, method: Method, group: Group):
+        self.group = group
+        self._method = method
+        self._known: dict[tuple[Blocks, ...], Tensor] = {}
+
+    def of(self, candidates: Sequence[Blocks]) -> Tensor:
+        """As `rank`."""
+        wanted = tuple(candidates)
+        if wanted not in self._known:
+            self._known[wanted] = rank(self._method, self.group, wanted)
+        return self._known[wanted]
+
+    @property
+    def alone(self) -> Tensor:
+        """Of every block."""
+        return self.of([(block,) for block in self.group.blocks])
+
+
+def _top(ranking: Ranking, most: int) -> list[list[Path]]:
+    group = ranking.group
     layers = [tuple((kind, layer) for kind in group.kinds) for layer in range(group.source.num_layers)]
-    best_first = rank(method, group, layers).argsort(stable=True, dim=0, descending=True).T.tolist()
+    best_first = ranking.of(layers).argsort(stable=True, dim=0, descending=True).T.tolist()
     return [[[_joined([layers[i] for i in order[:k]]) for k in range(1, most + 1)]] for order in best_first]
 
 
-def _forward(method: Method, group: Group, most: int) -> list[list[Path]]:
+def _forward(ranking: Ranking, most: int) -> list[list[Path]]:
     """Where features join keys and values, each kind of a layer is taken for itself; in all as many as with `top`."""
+    group = ranking.group
     group.fold()  # it looks at so many candidates that little is left out
-    alone = rank(method, group, [(block,) for block in group.blocks])
     most *= len(group.kinds)
-    return [[forward_path(group, index, alone[:, index], most)] for index in range(len(group.targets))]
+    return [[forward_path(group, index, ranking.alone[:, index], most)] for index in range(len(group.targets))]
 
 
-def _both(method: Method, group: Group, most: int) -> list[list[Path]]:
-    group.fold()
-    return [a + b for a, b in zip(_top(method, group, most), _forward(method, group, most), strict=True)]
+def _both(ranking: Ranking, most: int) -> list[list[Path]]:
+    ranking.group.fold()
+    return [a + b for a, b in zip(_top(ranking, most), _forward(ranking, most), strict=True)]
 
 
 WAYS: dict[str, Way] = {"top": _top, "forward": _forward, "attention": _both}

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, fi
 from workers.api import secret
 from workers.api.addresses import ANY_HOST, HttpUrl, http_address
 from workers.api.durations import Seconds, SecondsOrNone
-from workers.api.heartbeat import DiscoverySettings
+from workers.api.heartbeat import DiscoverySettings, board_url
 from workers.api.tracing import TracingSettings
 from workers.api.yaml_file import YamlUnusable, read_yaml
 from workers.engines import ENGINES
@@ -139,9 +139,7 @@ class WorkerSettings(BaseModel):
     def board_url(self) -> str | None:
         """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
         password's file that cannot be used."""
-        if self.discovery is None:
-            return None
-        return self.discovery.url_with_password(partial(_secret_in, named_by="discovery.password_file"))
+        return board_url(self.discovery, partial(_secret_in, named_by="discovery.password_file"))
 
 
 class _ConfigFile(BaseModel):

@@ -29,6 +29,14 @@ async def stack() -> AsyncIterator[Stack]:
         yield stack
 
 
+@pytest.fixture
+async def stalling() -> AsyncIterator[Stack]:
+    """Its clients must take something now and then of the large model's answer, which is long."""
+    async with live_stack(deadlines=STALLING) as stack:
+        stack.large.answer = MUCH
+        yield stack
+
+
 async def hang_up_once_called(stack: Stack, worker: FakeWorker, call: str, **fields: Any) -> None:
     """Sends a request and closes the connection as soon as the worker has got the call."""
     async with httpx.AsyncClient(base_url=stack.url) as client:
@@ -90,45 +98,37 @@ async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: st
     await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_a_client_that_takes_nothing_of_a_stream_is_not_waited_for() -> None:
-    async with live_stack(deadlines=STALLING) as stack:
-        stack.large.answer = MUCH
-        async with raw_post(stack, asked(stream=True)) as (_, writer):
-            await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
-            await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
-            await eventually(lambda: not is_established(writer))
+async def test_a_client_that_takes_nothing_of_a_stream_is_not_waited_for(stalling: Stack) -> None:
+    async with raw_post(stalling, asked(stream=True)) as (_, writer):
+        await eventually(lambda: stalling.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
+        await eventually(lambda: stalling.metric("num_requests_running", tier="large") == 0)
+        await eventually(lambda: not is_established(writer))
 
 
-async def test_a_client_that_takes_nothing_of_a_whole_answer_is_let_go() -> None:
-    async with live_stack(deadlines=STALLING) as stack:
-        stack.large.answer = MUCH
-        async with raw_post(stack, asked(stream=False)) as (_, writer):
-            await eventually(lambda: stack.metric("requests_total", model="large", status="200") == 1, within_s=10)
-            assert is_established(writer)
-            await eventually(lambda: not is_established(writer))
+async def test_a_client_that_takes_nothing_of_a_whole_answer_is_let_go(stalling: Stack) -> None:
+    async with raw_post(stalling, asked(stream=False)) as (_, writer):
+        await eventually(lambda: stalling.metric("requests_total", model="large", status="200") == 1, within_s=10)
+        assert is_established(writer)
+        await eventually(lambda: not is_established(writer))
 
 
-async def test_a_stream_is_not_begun_for_a_client_that_takes_nothing() -> None:
+async def test_a_stream_is_not_begun_for_a_client_that_takes_nothing(stalling: Stack) -> None:
     """It asks again over a connection on which it has left an answer unread."""
-    async with live_stack(deadlines=STALLING) as stack:
-        stack.large.answer = MUCH
-        async with raw_post(stack, asked(stream=False)) as (_, writer):
-            await eventually(lambda: stack.metric("requests_total", model="large", status="200") == 1, within_s=10)
-            stack.large.answer = "word"
-            writer.write(head(stack, len(asked(stream=True))) + asked(stream=True))
-            await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
-            await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
+    async with raw_post(stalling, asked(stream=False)) as (_, writer):
+        await eventually(lambda: stalling.metric("requests_total", model="large", status="200") == 1, within_s=10)
+        stalling.large.answer = "word"
+        writer.write(head(stalling, len(asked(stream=True))) + asked(stream=True))
+        await eventually(lambda: stalling.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
+        await eventually(lambda: stalling.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it() -> None:
-    async with live_stack(deadlines=STALLING) as stack:
-        stack.large.answer = MUCH
-        async with raw_post(stack, asked(stream=False)) as (reader, _):
-            told = await reader.readuntil(b"\r\n\r\n")
-            left = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            while left:
-                await asyncio.sleep(STALLING["client_stall_s"] / 10)
-                left -= len(await reader.readexactly(min(left, 2_000_000)))
+async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(stalling: Stack) -> None:
+    async with raw_post(stalling, asked(stream=False)) as (reader, _):
+        told = await reader.readuntil(b"\r\n\r\n")
+        left = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        while left:
+            await asyncio.sleep(STALLING["client_stall_s"] / 10)
+            left -= len(await reader.readexactly(min(left, 2_000_000)))
 
 
 async def test_a_body_that_never_comes_is_not_waited_for() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,11 @@ def twin_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
 def sibling_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     """From `sibling` to `large`: layers 0 and 1 are the same."""
     return fit(folders["sibling"], folders["large"], documents, precision="float32", data="noise")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises `KeyboardInterrupt`, though a job in the background ignores it; what was there comes back."""
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, heard)

@@ -100,8 +100,8 @@ def test_what_was_read_before_an_interrupt_is_kept(
     assert resumed.bundle_id == fitted(folders, documents, None).bundle_id
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_what_must_not_be_left_half_done() -> None:
-    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), put_off():
         signal.raise_signal(signal.SIGINT)
@@ -110,7 +110,6 @@ def test_an_interrupt_waits_for_what_must_not_be_left_half_done() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with put_off():
         signal.raise_signal(signal.SIGINT)  # as ignored as ever
-    signal.signal(signal.SIGINT, heard)
 
 
 def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path: Path) -> None:

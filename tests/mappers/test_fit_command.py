@@ -123,14 +123,13 @@ class Stopping(io.StringIO):
         return written
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_no_traceback_and_the_same_command_goes_on(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", told := Stopping("choosing source layers"))
         assert fit.main([*arguments, "--checkpoint-minutes", "0"]) == 130
-    signal.signal(signal.SIGINT, heard)
     file = tmp_path / ".b.partial"
     assert told.getvalue().endswith(f"kvrelay fit: interrupted; the same command goes on from {file}\n")
     assert fit.main(arguments) == 0

@@ -13,8 +13,9 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -39,6 +40,12 @@ class DiscoverySettings(RedisAccess):
     @classmethod
     def _of_a_redis(cls, url: str) -> str:
         return checked(url)
+
+
+def board_url(settings: DiscoverySettings | None, read: Callable[[Path], str]) -> str | None:
+    """The Redis of the heartbeats, with the password in it, which `read` takes out of its file; None without
+    discovery."""
+    return None if settings is None else settings.url_with_password(read)
 
 
 class Heartbeat(BaseModel):
