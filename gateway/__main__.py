@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if asked.die_with_parent is not None:
             die_with_parent(asked.die_with_parent)
-        source = Source(asked.config, partial(_settings, asked))
+        source = Source(asked.config, partial(_settings, asked), _secrets)
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         tracing.start(settings.tracing, "kvrelay-gateway")
@@ -50,6 +50,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ready-file", type=Path, help='written once it listens: {"url", "pid"}')
     add_parent_option(parser)
     return parser
+
+
+def _secrets(settings: Settings) -> dict[str, str]:
+    """By key, those that are read at the start only."""
+    board = {"discovery": settings.board_url} if settings.board_url is not None else {}
+    return board | {"secret_file": read_secret(settings.secret_file)}
 
 
 def _settings(asked: argparse.Namespace) -> Settings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 from watchfiles import Change, awatch
 
+from gateway.errors import SettingsError
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
@@ -32,17 +33,27 @@ log = structlog.get_logger()
 @dataclass
 class Source:
     """The file, and how settings are made of it; `asked` is set to read it whether or not it changed. Made before the
-    settings are read for the first time."""
+    settings are read for the first time. `secrets` are those in other files, by key, that a running process goes on
+    with: read anew with the settings, so that nobody takes a rotated one for taken up."""
 
     path: Path
     make: Callable[[], Settings]
+    secrets: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     seen: str | None = None  # the digest of what was read last, or of something older
+    _held: Mapping[str, str] | None = None  # the secrets as they were first
 
     def read(self) -> Settings:
         """Raises `SettingsError`. A change while it is read is seen as one later."""
         self.seen = self.digest()
-        return self.make()
+        settings = self.make()
+        secrets = self.secrets(settings)
+        self._held = self._held or secrets
+        for key, secret in secrets.items():
+            if secret != self._held.get(key):
+                told = f"{key}: a running gateway cannot change it, nor the secret that it leads to; restart for that"
+                raise SettingsError(told)
+        return settings
 
     @property
     def has_changed(self) -> bool:

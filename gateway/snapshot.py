@@ -11,7 +11,7 @@ that is configured as before, with its circuit, epoch and rates) is one and the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import httpx
 import structlog
@@ -116,13 +116,13 @@ class Gateway:
         """Every request from now on sees these settings. Raises `SettingsError` for what needs a restart, or is not
         safe; then all stays as it is."""
         async with self._reloading:
-            await self._change_to(settings, self._found)
+            await self._change_to(settings, self._found, self._built)
 
     async def found(self, workers: Mapping[str, WorkerSettings]) -> None:
         """Every request from now on sees these workers, and those that are configured."""
         async with self._reloading:
             if workers != self._found:
-                await self._change_to(self._configured, dict(workers))
+                await self._change_to(self._configured, dict(workers), self._with_other_workers)
                 log.info("workers_found", workers=sorted(workers))
 
     def drain(self, worker: Worker, is_drained: bool) -> None:
@@ -130,14 +130,19 @@ class Gateway:
         (self._drained.add if is_drained else self._drained.discard)(worker.id)
         worker.is_drained = is_drained
 
-    async def _change_to(self, configured: Settings, found: dict[str, WorkerSettings]) -> None:
+    async def _change_to(
+        self,
+        configured: Settings,
+        found: dict[str, WorkerSettings],
+        built: Callable[[Settings, Snapshot], Snapshot],
+    ) -> None:
         before = self.current
         settings = configured.model_copy(update={"workers": found | configured.workers})
         settings.check_bind()
         for name in FIXED:
             if getattr(settings, name) != getattr(before.settings, name):
                 raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
-        after = self._built(settings, before)
+        after = built(settings, before)
         try:
             await after.parts.fleet.look_at_new()
         except BaseException:
@@ -153,9 +158,18 @@ class Gateway:
             await end(watch)
         self._retire(before, after)
 
+    def _with_other_workers(self, settings: Settings, before: Snapshot) -> Snapshot:
+        """No password or key is read anew: workers come and go whether or not that could be."""
+        return self._with(settings, before, before.filing, before.admin_key)
+
     def _built(self, settings: Settings, before: Snapshot | None) -> Snapshot:
-        tenants, admin_key = Tenants(settings, self._secret), _admin_key(settings)
-        filing, old = self._filing(settings, before), before.parts if before else None
+        admin_key = _admin_key(settings)
+        return self._with(settings, before, self._filing(settings, before), admin_key)
+
+    def _with(
+        self, settings: Settings, before: Snapshot | None, filing: Filing, admin_key: AdminKey | None
+    ) -> Snapshot:
+        tenants, old = Tenants(settings, self._secret), before.parts if before else None
         fleet = Fleet(settings, self._secret, self.metrics, self._transports, old.fleet if old else None)
         if old is not None and settings.limits == old.settings.limits:
             shares = old.shares

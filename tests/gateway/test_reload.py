@@ -21,6 +21,7 @@ from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_st
 from tests.gateway.test_process import configured, gateway, workers
 from workers.api.fake import FAKE_SECRET
 
+KEY = "of sixteen and more characters"
 SMALL, LARGE = ({"name": "fixed", "tier": tier} for tier in ("small", "large"))
 
 
@@ -98,6 +99,23 @@ async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
     assert told(await stack.chat())["policy"] == "confidence"
 
 
+async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: Path) -> None:
+    key, password = (tmp_path / name for name in ("key", "password"))
+    for path in (key, password):
+        path.write_text(KEY)
+        path.chmod(0o600)
+    registry = {"url": "redis://127.0.0.1:9", "password_file": str(password)}
+    async with in_process(admin={"key_file": str(key)}, registry=registry) as stack:
+        for path in (key, password):
+            path.unlink()
+        with pytest.raises(SettingsError, match="admin.key_file: cannot read"):
+            await of(stack).reload(of(stack).settings)
+        await of(stack).found({"large-1": of(stack).settings.workers["large-0"]})
+        assert set(of(stack).parts.fleet.tiers["large"].workers) == {"large-0", "large-1"}
+        told_by_admin = await stack.http.get("/admin/state", headers={"authorization": f"Bearer {KEY}"})
+        assert told_by_admin.status_code == 200
+
+
 @pytest.mark.parametrize("error", [SettingsError("policy.name: unknown"), RuntimeError("a bug")])
 async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, error: Exception) -> None:
     def read() -> Any:
@@ -107,6 +125,15 @@ async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, erro
     result = "rejected" if isinstance(error, SettingsError) else "failed"
     assert stack.metric("config_reload_total", result=result) == 1
     assert stack.metric("config_generation") == 1
+
+
+def test_a_secret_that_differs_is_named() -> None:
+    held = {"secret_file": "first"}
+    source = Source(Path("nowhere"), lambda: from_values(values()), lambda settings: dict(held))
+    source.read()
+    held["secret_file"] = "second"
+    with pytest.raises(SettingsError, match="secret_file: a running gateway cannot change it, nor the secret"):
+        source.read()
 
 
 ONLY_LARGE = {"tiers": values()["tiers"][1:], "workers": {"large-0": values()["workers"]["large-0"]}}
@@ -216,6 +243,20 @@ async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path
                 replace(config, {"policy": SMALL})
                 await exported(http, "kvrelay_config_generation 3.0")
                 assert await tier_of(http) == "small"
+
+
+async def test_a_secret_that_was_rotated_is_not_taken_for_taken_up(tmp_path: Path) -> None:
+    with workers() as (_, _, section):
+        config = configured(tmp_path, workers=section, policy=SMALL)
+        with gateway(config) as (process, url):
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                (tmp_path / "secret").write_text(FAKE_SECRET[::-1])
+                process.send_signal(signal.SIGHUP)
+                await exported(http, 'kvrelay_config_reload_total{result="rejected"} 1.0')
+                assert await tier_of(http) == "small", "the old one goes on"
+                (tmp_path / "secret").write_text(FAKE_SECRET)
+                replace(config, {"policy": LARGE})
+                await exported(http, "kvrelay_config_generation 2.0")
 
 
 def replace(config: Path, changes: dict[str, Any]) -> None:
