@@ -168,9 +168,11 @@ def _dataset(name: str) -> Iterator[Mapping[str, Any]]:
         ) from error
     try:
         yield from _loaded(datasets, name)
-    except (OSError, ValueError, KeyError) as error:
+    except KeyError as error:
+        raise DataUnreadable(f"the dataset {name!r} has no part {error}; {ALLOWED}") from error
+    except (OSError, ValueError) as error:
         told = str(error).splitlines() or [type(error).__name__]
-        raise DataUnreadable(f"no dataset at {name!r}: {told[0]}; {ALLOWED}") from error
+        raise DataUnreadable(f"cannot read the dataset {name!r}: {told[0]}; {ALLOWED}") from error
 
 
 def _loaded(datasets: Any, name: str) -> Iterable[Mapping[str, Any]]:

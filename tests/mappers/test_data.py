@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 from mappers import DataUnreadable, UnsupportedModel
@@ -24,6 +25,7 @@ from mappers.models import load_tokenizer
 from tests.mappers.pairs import CHAT_TEMPLATE, add_tokenizer
 
 TALK: Conversation = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+TURNS: Conversation = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]  # ShareGPT's
 
 
 def test_json_lines_of_messages(tmp_path: Path) -> None:
@@ -215,79 +217,69 @@ def test_a_plain_passage_is_rendered_as_it_stands(tmp_path: Path) -> None:
     assert render([{"role": "text", "content": "w5 w6"}], tokenizer) == tokenizer.convert_tokens_to_ids(["w5", "w6"])
 
 
-DATASETS_MODULE = '''
-import json
-import sys
-from pathlib import Path
-
-ROWS = {rows!r}
-
-def load_dataset(name, config=None, data_files=None, *, split, streaming):
-    assert streaming
-    if name == "parquet":
-        return [json.loads(Path(data_files).read_bytes().removeprefix(b"PAR1"))]
-    if config == "en":
-        return [{{"text": split}}]
-    if Path(name).is_dir():
-        assert split == "train"
-        return [json.loads(line) for line in (Path(name) / "data.jsonl").read_text().splitlines()]
-    if name != "someone/talks":
-        raise FileNotFoundError("Dataset '" + name + "' doesn't exist on the Hub")
-    if split != "test":
-        raise ValueError("Unknown split " + split)
-    return ROWS
-
-def load_from_disk(folder):
-    rows = json.loads((Path(folder) / "rows.json").read_text())
-    return {{"train": rows}} if (Path(folder) / "dataset_dict.json").exists() else rows
-'''
-
-
 @pytest.fixture
-def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package `datasets` with one dataset on its hub, in place of the real one."""
-    turns = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2"}]
-    rows: list[dict[str, object]] = [{"messages": TALK}, {"conversations": turns}]
-    rows += [{"text": "w7 w8"}, {"text": " "}, {"x": 1}]
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "datasets.py").write_text(DATASETS_MODULE.format(rows=rows))
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The hub, in place of the real one, with the same rows under any name; what was asked of it."""
+    asked: list[tuple[object, ...]] = []
+
+    def load_dataset(*name: str, split: str, streaming: bool) -> datasets.IterableDataset:
+        asked.append((*name, split, streaming))
+        return rows_of(TALK, TURNS, "w7 w8", " ").to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
 
 
-def test_a_dataset_of_the_hub_is_read_by_its_name(datasets: None) -> None:
-    talk = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    assert read_conversations("someone/talks:test") == [TALK, talk, [{"role": "text", "content": "w7 w8"}]]
-    assert read_conversations("someone/talks:en:dev") == [[{"role": "text", "content": "dev"}]]
+def rows_of(*told: Conversation | str) -> datasets.Dataset:
+    """Messages of either style, or text, and beside them a row that has nothing."""
+    nothing = {"messages": None, "conversations": None, "text": None}
+    return datasets.Dataset.from_list([*(nothing | {_column(one): one} for one in told), nothing])
 
 
-def test_a_parquet_file_is_read_as_a_dataset(datasets: None, tmp_path: Path) -> None:
-    (tmp_path / "talks.parquet").write_bytes(b"PAR1" + json.dumps({"messages": TALK}).encode())
-    assert read_conversations(tmp_path / "talks.parquet") == [TALK]
+def _column(told: Conversation | str) -> str:
+    if isinstance(told, str):
+        return "text"
+    return "conversations" if "from" in told[0] else "messages"
 
 
-@pytest.mark.parametrize("mark", ["state.json", "dataset_dict.json", None])
-def test_a_dataset_in_a_folder_is_read(datasets: None, tmp_path: Path, mark: str | None) -> None:
-    """One that was saved, with its parts or without, and one of data files."""
-    row = {"messages": TALK}
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / ("rows.json" if mark else "data.jsonl")).write_text(json.dumps([row] if mark else row))
-    if mark:
-        (tmp_path / "set" / mark).write_text("{}")
-    assert read_conversations(tmp_path / "set") == [TALK]
+def test_a_dataset_of_the_hub_is_read_by_its_name(hub: list[tuple[object, ...]]) -> None:
+    turned = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    for name in ("someone/talks", "someone/talks:test", "someone/talks:en:dev"):
+        assert read_conversations(name) == [TALK, turned, [{"role": "text", "content": "w7 w8"}]]
+    assert hub == [
+        ("someone/talks", "train", True),
+        ("someone/talks", "test", True),
+        ("someone/talks", "en", "dev", True),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("someone/else", "no dataset at 'someone/else': Dataset 'someone/else' doesn't exist on the Hub; allowed:"),
-        ("someone/talks", "no dataset at 'someone/talks': Unknown split train"),
-    ],
-)
-def test_a_dataset_that_is_not_there_is_told(datasets: None, name: str, message: str) -> None:
-    with pytest.raises(DataUnreadable, match=message):
-        read_conversations(name)
+def test_a_parquet_file_is_read_as_a_dataset(tmp_path: Path) -> None:
+    rows_of(TALK, "w7").to_parquet(tmp_path / "talks.parquet")
+    assert read_conversations(tmp_path / "talks.parquet") == [TALK, [{"role": "text", "content": "w7"}]]
+
+
+def test_a_dataset_that_was_saved_is_read(tmp_path: Path) -> None:
+    rows_of(TALK).save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"train": rows_of(TALK), "test": rows_of(TALK, TALK)}).save_to_disk(tmp_path / "parts")
+    assert read_conversations(tmp_path / "rows") == read_conversations(tmp_path / "parts") == [TALK]
+
+
+def test_a_folder_of_data_files_is_read(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"messages": TALK}))
+    assert read_conversations(tmp_path) == [TALK, TALK]
+
+
+def test_a_dataset_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataUnreadable, match="cannot read the dataset 'someone/else': Couldn't reach .*; allowed:"):
+        read_conversations("someone/else")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataUnreadable, match=r"cannot read the dataset '.*cut.parquet': Parquet magic bytes not found"):
+        read_conversations(tmp_path / "cut.parquet")
+    datasets.DatasetDict({"test": rows_of(TALK)}).save_to_disk(tmp_path / "parts")
+    with pytest.raises(DataUnreadable, match="the dataset '.*parts' has no part 'train'; allowed:"):
+        read_conversations(tmp_path / "parts")
 
 
 def test_without_the_package_datasets_its_install_line_is_told(
