@@ -24,14 +24,26 @@ MAX_VALUES = 32_768  # far more than any conversation takes; checking millions w
 MAX_NAME_CHARS = 256
 SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-SALTS = ("cache_salt", "tenant_salt")  # dropped where a client sends them
 
 
-class KvrelayOptions(BaseModel):
-    """The `kvrelay` request field. `exact` allows no mapped cache in the making of the answer; `no_cache` neither
-    reads nor stores; `agreement_probe` N compares N tokens with a full prefill (0: not)."""
+class Fields(BaseModel):
+    """What a client asks by. A field that is null is one that is left out, as OpenAI's are."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    dropped: ClassVar[tuple[str, ...]] = ()  # unseen, where a client sends them
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None and name not in cls.dropped}
+
+
+class KvrelayOptions(Fields):
+    """The `kvrelay` request field. `exact` allows no mapped cache in the making of the answer; `no_cache` neither
+    reads nor stores; `agreement_probe` N compares N tokens with a full prefill (0: not)."""
 
     policy: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
     max_tier: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
@@ -41,23 +53,16 @@ class KvrelayOptions(BaseModel):
     agreement_probe: int = Field(default=0, ge=0, le=64)
 
 
-class CacheChoice(BaseModel):
+class CacheChoice(Fields):
     """The `kv_transfer_params` request field: a cache of the client's own, to answer from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     cache_id: CacheId
 
 
-class ClientRequest(BaseModel):
+class ClientRequest(Fields):
     """What all requests have. `for_workers` are the messages as workers get them: no marks, content as one text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_salts(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if key not in SALTS} if isinstance(body, dict) else body
+    dropped: ClassVar[tuple[str, ...]] = ("cache_salt", "tenant_salt")
 
     @property
     def conversation(self) -> list[Message]:
@@ -136,15 +141,10 @@ class AskedFor(ClientRequest):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    @field_validator("kvrelay", mode="before")
-    @classmethod
-    def _null_is_none(cls, value: Any) -> Any:
-        return KvrelayOptions() if value is None else value
-
     @field_validator("n", "presence_penalty", "frequency_penalty", mode="before")
     @classmethod
-    def _only_its_default(cls, value: Any, info: Any) -> Any:
-        return _default_or(value, cls.model_fields[info.field_name].default)
+    def _of_its_type(cls, value: Any, info: Any) -> Any:
+        return _no_other_type(value, cls.model_fields[info.field_name].default)
 
     @model_validator(mode="after")
     def _cache_leaves_no_choice(self) -> AskedFor:
@@ -240,8 +240,8 @@ class TextCompletionRequest(AskedFor):
 
     @field_validator("best_of", "echo", mode="before")
     @classmethod
-    def _only_their_default(cls, value: Any, info: Any) -> Any:
-        return _default_or(value, cls.model_fields[info.field_name].default)
+    def _of_their_type(cls, value: Any, info: Any) -> Any:
+        return _no_other_type(value, cls.model_fields[info.field_name].default)
 
     @property
     def conversation(self) -> list[Message]:
@@ -260,11 +260,11 @@ class TextCompletionRequest(AskedFor):
         return self.logprobs
 
 
-def _default_or(value: Any, default: Any) -> Any:
-    """Null asks for the default. True is not 1, nor is 0 False, though Python takes one for the other."""
-    if value is not None and isinstance(value, bool) is not isinstance(default, bool):
+def _no_other_type(value: Any, default: Any) -> Any:
+    """True is not 1, nor is 0 False, though Python takes one for the other."""
+    if isinstance(value, bool) is not isinstance(default, bool):
         raise ValueError(f"Input should be {default}")
-    return default if value is None else value
+    return value
 
 
 def parse(raw: bytes, kind: type[R], limits: Limits) -> R:

@@ -119,6 +119,30 @@ async def test_so_it_is_of_a_text(stack: Stack, given: dict[str, Any]) -> None:
     assert (reply.status_code, error_of(reply)["param"]) == (400, *given)
 
 
+NULLS = ["temperature", "top_p", "n", "stream", "stop", "seed", "user", "kvrelay", "logit_bias"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", dict.fromkeys([*NULLS, "logprobs", "top_logprobs", "tools", "functions"])),
+        ("chat/completions", {"kvrelay": dict.fromkeys(["policy", "max_tier", "exact", "explain", "agreement_probe"])}),
+        ("completions", dict.fromkeys([*NULLS, "echo", "best_of", "logprobs", "suffix"])),
+        ("prefix/prefill", dict.fromkeys(["tools", "stable_messages", "ttl_s", "messages"])),
+    ],
+)
+async def test_null_asks_for_nothing(stack: Stack, path: str, asked: dict[str, Any]) -> None:
+    text = {"prefix": "Hello"} if path == "prefix/prefill" else {"model": "auto", "prompt": "Hello"}
+    body = {"model": "auto", "messages": MESSAGES} if path == "chat/completions" else text
+    reply = await stack.http.post(f"/v1/{path}", json=body | asked)
+    assert reply.status_code == 200, reply.text
+
+
+async def test_null_is_no_value_of_what_is_needed(stack: Stack) -> None:
+    error = error_of(await stack.chat(model=None))
+    assert (error["param"], error["message"]) == ("model", "model: this field is required")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
