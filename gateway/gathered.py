@@ -10,6 +10,8 @@ from workers.api.schemas import KVUsage, Message
 Chunk = dict[str, Any]
 
 CHARS_PER_TOKEN = 8  # more than most have: nobody is charged for what was not written
+MAX_LOGPROB = 1e-3  # rounding may leave a certain token's a little above 0
+COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class Gathered:
@@ -34,16 +36,17 @@ class Gathered:
             for token in (choice.get("logprobs") or {}).get("content") or ():
                 self.logprobs.append(token)
                 self.tokens.append(_token(token))
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.usage = chunk.get("usage") or self.usage
+            self.finish_reason = _string(choice.get("finish_reason")) or self.finish_reason
+        if chunk.get("usage"):
+            self.usage = _usage(chunk["usage"])
         if chunk.get("kv_transfer_params"):
             self.kv = KVUsage.model_validate(chunk["kv_transfer_params"])
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
-        text, calls = delta.get("content"), delta.get("tool_calls") or ()
+        text, calls = _string(delta.get("content")), delta.get("tool_calls") or ()
         if text:
-            self._text.append(str(text))
-            self._num_chars += len(self._text[-1])
+            self._text.append(text)
+            self._num_chars += len(text)
         for call in calls:
             self._add_call(call)
         self.has_content = self.has_content or bool(text or calls)
@@ -53,18 +56,18 @@ class Gathered:
         empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         call = self._calls.setdefault(int(part.get("index", 0)), empty)
         function = part.get("function") or {}
-        call["id"] = part.get("id") or call["id"]
-        call["function"]["name"] += function.get("name") or ""
-        call["function"]["arguments"] += function.get("arguments") or ""
+        call["id"] = _string(part.get("id")) or call["id"]
+        call["function"]["name"] += _string(function.get("name"))
+        call["function"]["arguments"] += _string(function.get("arguments"))
 
     @property
     def num_prompt_tokens(self) -> int:
-        return int(self.usage["prompt_tokens"]) if self.usage else 0
+        return self.usage["prompt_tokens"] if self.usage else 0
 
     @property
     def num_written(self) -> int:
         """Tokens so far: as the worker tells at the end, until then as they came, or by their length."""
-        told = int(self.usage.get("completion_tokens") or 0) if self.usage else 0
+        told = self.usage["completion_tokens"] if self.usage else 0
         return told or max(len(self.tokens), self.num_pieces, self._num_chars // CHARS_PER_TOKEN)
 
     @property
@@ -82,5 +85,26 @@ class Gathered:
 
 
 def _token(told: dict[str, Any]) -> Token:
-    top = tuple((str(one["token"]), float(one["logprob"])) for one in told.get("top_logprobs") or ())
-    return Token(str(told["token"]), float(told["logprob"]), top)
+    top = tuple((str(one["token"]), _logprob(one)) for one in told.get("top_logprobs") or ())
+    return Token(str(told["token"]), _logprob(told), top)
+
+
+def _logprob(told: dict[str, Any]) -> float:
+    logprob = float(told["logprob"])
+    if logprob > MAX_LOGPROB:
+        raise ValueError("a log-probability is at most 0")
+    return logprob
+
+
+def _usage(told: dict[str, Any]) -> dict[str, Any]:
+    """As it was told, if it has what is charged by."""
+    if not all(type(told[name]) is int and told[name] >= 0 for name in COUNTS):
+        raise ValueError(f"{' and '.join(COUNTS)} are whole numbers from 0 on")
+    return told
+
+
+def _string(told: Any) -> str:
+    """Empty for what is not told."""
+    if told is not None and not isinstance(told, str):
+        raise TypeError(f"a text is needed, not {type(told).__name__}")
+    return told or ""
