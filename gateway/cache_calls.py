@@ -81,7 +81,8 @@ class CacheCall:
     def _tier(self, model: str | None) -> Tier:
         """`auto`, or none, is the smallest that the key may use. Raises `ModelNotFound`, `PermissionDenied`."""
         fleet = self.parts.fleet
-        tier = (fleet.named(model, self.tenant.tiers) if model else None) or fleet.tiers[self.tenant.tiers[0]]
+        named = fleet.named(model, self.tenant.tiers, "target_model") if model else None
+        tier = named or fleet.tiers[self.tenant.tiers[0]]
         check_may_use(self.tenant, tier)
         return tier
 

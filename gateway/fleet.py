@@ -201,15 +201,15 @@ class Fleet:
     def worker(self, worker_id: str) -> Worker | None:
         return next((worker for worker in self.workers if worker.id == worker_id), None)
 
-    def named(self, model: str, told: Collection[str]) -> Tier | None:
-        """The tier behind a model name; None for `auto`. Raises `ModelNotFound`, naming what there is of the `told`
-        tiers, which are those that the client may use."""
+    def named(self, model: str, told: Collection[str], param: str = "model") -> Tier | None:
+        """The tier behind a model name, which the client gave as `param`; None for `auto`. Raises `ModelNotFound`,
+        naming what there is of the `told` tiers, which are those that the client may use."""
         if model == AUTO:
             return None
         for tier in self.tiers.values():
             if model in (tier.name, tier.model):
                 return tier
-        raise ModelNotFound(f"unknown model {model[:80]!r}; known: {', '.join(self.names_of(told))}", param="model")
+        raise ModelNotFound(f"unknown model {model[:80]!r}; known: {', '.join(self.names_of(told))}", param=param)
 
     @cached_property
     def model_names(self) -> list[str]:

@@ -133,6 +133,12 @@ async def test_bad_values_are_named(stack: Stack, path: str, body: dict[str, Any
     assert (error["param"] or "").startswith(param or "")
 
 
+@pytest.mark.parametrize(("path", "of"), [("prefix/prefill", {"prefix": "x"}), ("cache/transfer", {"cache_id": UNKNOWN})])
+async def test_an_unknown_model_is_named_by_its_field(stack: Stack, path: str, of: dict[str, Any]) -> None:
+    reply = await post(stack, path, target_model="gpt-17", **of)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "target_model")
+
+
 @pytest.mark.parametrize("option", [{"no_cache": True}, {"policy": "fixed"}])
 async def test_a_named_cache_leaves_no_choice(stack: Stack, option: dict[str, Any]) -> None:
     refused = await ask(stack, UNKNOWN, kvrelay=option)
