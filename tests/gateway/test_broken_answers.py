@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.replies import DONE, sse
-from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told
+from workers.api.errors import InvalidRequest, Overloaded
 from workers.api.fake import FakeWorker
 
 Chunk = dict[str, Any]
 
 COUNTS = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 LAST = {"choices": [], "usage": COUNTS}
+KV = {"epoch": "e", "path": "prefill"}
 YES = {"token": "Yes", "logprob": -0.1, "top_logprobs": []}
 
 
 class Scripted(FakeWorker):
-    """Answers with the chunks that it is given."""
+    """Answers with what it is given."""
 
-    script: tuple[Chunk, ...] = ()
+    answer = Response()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] != "/v1/chat/completions":
-            await super().__call__(scope, receive, send)
-            return
-        frames = b"".join(map(sse, self.script)) + DONE
-        await Response(frames, media_type="text/event-stream")(scope, receive, send)
+        replies = self.answer if scope["path"] == "/v1/chat/completions" else super().__call__
+        await replies(scope, receive, send)
+
+
+def small_answers(answer: Response, **changes: Any) -> AbstractAsyncContextManager[Stack]:
+    small = Scripted("small-0", "fake-small")
+    small.answer = answer
+    return in_process({"small-0": httpx.ASGITransport(small)}, **changes)
+
+
+def stream_of(chunks: Iterable[Chunk]) -> Response:
+    return Response(b"".join(map(sse, chunks)) + DONE, media_type="text/event-stream")
 
 
 def written(token: Chunk = YES, finish: Any = "stop", **delta: Any) -> tuple[Chunk, ...]:
@@ -60,6 +71,7 @@ BROKEN: dict[str, Callable[[], tuple[Chunk, ...]]] = {
     "likeliest_above_0": lambda: (*written(YES | {"top_logprobs": [YES | {"logprob": 5}]}), LAST),
     "text_no_text": lambda: (*written(content=["Yes"]), LAST),
     "finish_no_text": lambda: (*written(finish=5), LAST),
+    "cache_negative": lambda: (*written(), LAST | {"kv_transfer_params": KV | {"cached_tokens": -1}}),
     "call_id_no_text": lambda: called(id=5),
     "call_name_no_text": lambda: called(name=5),
 }
@@ -68,9 +80,7 @@ BROKEN: dict[str, Callable[[], tuple[Chunk, ...]]] = {
 @pytest.mark.parametrize("policy", ["confidence", "verifier"])
 @pytest.mark.parametrize("broken", BROKEN)
 async def test_a_chunk_that_is_none_is_a_workers_failure(broken: str, policy: str) -> None:
-    small = Scripted("small-0", "fake-small")
-    small.script = BROKEN[broken]()
-    async with in_process({"small-0": httpx.ASGITransport(small)}, policy={"name": policy}) as stack:
+    async with small_answers(stream_of(BROKEN[broken]()), policy={"name": policy}) as stack:
         reply = await stack.chat()
         assert (text(reply), told(reply)["path"]) == (
             right_answer(stack.large, MESSAGES),
@@ -82,7 +92,20 @@ async def test_a_chunk_that_is_none_is_a_workers_failure(broken: str, policy: st
 
 
 async def test_a_certain_token_may_be_a_little_above_0() -> None:
-    small = Scripted("small-0", "fake-small")
-    small.script = (*written(YES | {"logprob": 1e-7}), LAST)
-    async with in_process({"small-0": httpx.ASGITransport(small)}) as stack:
+    async with small_answers(stream_of((*written(YES | {"logprob": 1e-7}), LAST))) as stack:
         assert text(await stack.chat()) == "Yes"
+
+
+@pytest.mark.parametrize(("told_us", "is_told"), [("7", "7"), ("nan", "1"), ("inf", "1"), ("-5", "1"), ("1e300", "1")])
+async def test_a_time_that_is_none_is_not_passed_on(told_us: str, is_told: str) -> None:
+    body = orjson.dumps(Overloaded("full").body())
+    async with small_answers(Response(body, 503, {"retry-after": told_us})) as stack:
+        reply = await stack.chat(model="small")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, is_told)
+
+
+async def test_a_param_that_is_none_is_not_passed_on() -> None:
+    error = InvalidRequest("no").body()["error"] | {"param": {"of": "what"}}
+    async with small_answers(Response(orjson.dumps({"error": error}), 400)) as stack:
+        reply = await stack.chat(model="small")
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, None)

@@ -133,7 +133,9 @@ async def test_bad_values_are_named(stack: Stack, path: str, body: dict[str, Any
     assert (error["param"] or "").startswith(param or "")
 
 
-@pytest.mark.parametrize(("path", "of"), [("prefix/prefill", {"prefix": "x"}), ("cache/transfer", {"cache_id": UNKNOWN})])
+@pytest.mark.parametrize(
+    ("path", "of"), [("prefix/prefill", {"prefix": "x"}), ("cache/transfer", {"cache_id": UNKNOWN})]
+)
 async def test_an_unknown_model_is_named_by_its_field(stack: Stack, path: str, of: dict[str, Any]) -> None:
     reply = await post(stack, path, target_model="gpt-17", **of)
     assert (reply.status_code, reply.json()["error"]["param"]) == (404, "target_model")

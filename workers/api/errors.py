@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+MAX_RETRY_AFTER_S = 3600.0
+
 
 class KvrelayError(Exception):
     """Base of the tree. `param` names the offending field, `code` is the stable machine-readable name."""
@@ -140,9 +142,18 @@ def from_reply(status: int, body: Any, retry_after: str | None = None) -> Kvrela
     if not isinstance(detail, dict):
         return WorkerUnavailable(f"worker answered {status} without an error object")
     by_code = {cls.code: cls for cls in _tree(KvrelayError)}
-    cls = by_code.get(str(detail.get("code")), KvrelayError)
+    cls, param = by_code.get(str(detail.get("code")), KvrelayError), detail.get("param")
+    return cls(
+        str(detail.get("message", "")),
+        param=param if isinstance(param, str) else None,
+        retry_after_s=_seconds(retry_after) if retry_after else None,
+    )
+
+
+def _seconds(retry_after: str) -> float | None:
+    """None for what is no time that anybody would wait."""
     try:
-        retry_after_s = float(retry_after) if retry_after else None
+        seconds = float(retry_after)
     except ValueError:
-        retry_after_s = None
-    return cls(str(detail.get("message", "")), param=detail.get("param"), retry_after_s=retry_after_s)
+        return None
+    return seconds if 0 <= seconds <= MAX_RETRY_AFTER_S else None

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 CacheId = Annotated[str, Field(pattern=r"^kvc-[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TenantSalt = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
+Count = Annotated[int, Field(ge=0)]
 Provenance = str  # "exact", or "mapped:<bundle id>"
 FormatType = Literal["text", "json_object", "json_schema"]
 Path = Literal["exact", "mapped", "hybrid", "prefill"]
@@ -114,7 +115,7 @@ class CacheReply(Reply):
     that were already there when the call came."""
 
     cache_id: CacheId
-    num_tokens: int
+    num_tokens: Count
     digest: Digest
     epoch: str
     expires_at: float
@@ -122,7 +123,7 @@ class CacheReply(Reply):
 
 
 class PrefillReply(CacheReply):
-    cached_tokens: int
+    cached_tokens: Count
     prefill_ms: float
 
 
@@ -177,7 +178,7 @@ class TransferReply(CacheReply):
     write_ms: float = 0.0
     decision: Literal["map", "hybrid"] = "map"
     reason: str = "asked"
-    reused_tokens: int = 0
+    reused_tokens: Count = 0
     transport: str = "none"
     scratch_bytes: int = 0
 
@@ -377,15 +378,15 @@ class KVUsage(Reply):
     """
 
     cache_id: CacheId | None = None
-    num_tokens: int = 0
+    num_tokens: Count = 0
     digest: Digest | None = None
     epoch: str
     expires_at: float | None = None
     provenance: Provenance = "exact"
     path: Path
-    cached_tokens: int = 0
-    mapped_tokens: int = 0
-    stable_tokens: int | None = None
+    cached_tokens: Count = 0
+    mapped_tokens: Count = 0
+    stable_tokens: Count | None = None
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     ttft_ms: float = 0.0
