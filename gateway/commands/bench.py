@@ -27,7 +27,7 @@ import httpx
 from gateway.commands import family, measuring, phases
 from gateway.commands.client import Answer, chat
 from gateway.commands.documents import Documents
-from gateway.commands.files import add_json_option, write_json
+from gateway.commands.files import add_json_option, tell
 from gateway.commands.stack import StackError
 from gateway.commands.table import render
 
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     report = _run(options.family, options.engine, options.lengths, options.repeats)
-    write_json(options.json, report)
-    print(_table(report))
+    tell(_table(report), options.json, report)
     return 0
 
 

@@ -1,51 +1,51 @@
 """`kvrelay calibrate LOG`: the threshold of a cascade, from a log of answers whose worth is known.
 
 Ask for what you want: `--max-escalations 0.2`, or `--min-agreement 0.95`. Half of the log finds the threshold, the
-other half tells what it is worth. LOG holds JSON lines {"confidence": -0.4, "agrees": true}; docs/operate.md tells how
-one is made.
+other half tells what it is worth. LOG holds JSON lines {"confidence": -0.4, "agrees": true}, packed by gzip or not, or
+is - for standard input; docs/operate.md tells how one is made.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from decimal import Decimal
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.commands.files import add_json_option, write_json
+import yaml
+
+from gateway.commands import ending
+from gateway.commands.files import add_json_option, check_apart, new_file, tell, write_text
 from gateway.commands.table import render
-from gateway.logs.calibration import (
-    Isotonic,
-    Judged,
-    Outcome,
-    halves,
-    read_answers,
-    threshold_for_agreement,
-    threshold_for_escalations,
-)
+from gateway.logs.calibration import Goal, Isotonic, Judged, Outcome, halves, read_answers
 from gateway.logs.lines import LogUnusable
 from gateway.logs.plot import steps
+from gateway.policies import POLICIES, build
 
 DEFAULT_COST = 0.2
+ALWAYS = {"name": "always_escalate"}
+JUDGES = [name for name, policy in POLICIES.items() if "threshold" in policy.model_fields]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a log that cannot be used."""
-    asked = _arguments().parse_args(argv)
-    try:
-        answers = read_answers(asked.log)
-    except LogUnusable as error:
-        print(f"kvrelay calibrate: {error}", file=sys.stderr)
-        return 2
+    parser = _arguments()
+    asked = parser.parse_args(argv)
+    check_apart(parser, asked.log, asked.json, asked.plot)
+    return ending.run("kvrelay calibrate", lambda: _calibrate(asked), LogUnusable)
+
+
+def _calibrate(asked: argparse.Namespace) -> int:
+    answers = read_answers(asked.log)
+    _check_scores(asked, answers)
     fit, held_out = halves(answers)
-    threshold = _threshold(asked, fit)
-    told = _told(threshold, fit, held_out, asked.small_cost)
-    write_json(asked.json, told)
+    goal = _goal(asked)
+    threshold = goal.threshold(fit)
+    told = _told(asked, goal, threshold, fit, held_out)
+    tell(_report(told), asked.json, told)
     if asked.plot:
-        asked.plot.write_text(steps(Isotonic.fit(fit), threshold))
-    print(_report(told))
+        write_text(asked.plot, steps(Isotonic.fit(fit), threshold))
     return 0
 
 
@@ -55,9 +55,22 @@ def _arguments() -> argparse.ArgumentParser:
     goal = parser.add_mutually_exclusive_group(required=True)
     goal.add_argument("--max-escalations", type=_share, metavar="SHARE", help="escalate at most so many, 0 to 1")
     goal.add_argument("--min-agreement", type=_share, metavar="SHARE", help="be as good as the large model so often")
-    parser.add_argument("--small-cost", type=_share, default=DEFAULT_COST, help="of the large model's (default: 0.2)")
+    parser.add_argument(
+        "--policy",
+        type=_policy,
+        default="{name: confidence}",
+        metavar="YAML",
+        help="that scored the answers, as kvrelay.yaml has it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--small-cost",
+        type=_share,
+        default=DEFAULT_COST,
+        metavar="SHARE",
+        help="of the large model's (default: %(default)s)",
+    )
     add_json_option(parser, "the result")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw agreement over confidence, as SVG")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="draw agreement over confidence, as SVG")
     return parser
 
 
@@ -71,17 +84,47 @@ def _share(text: str) -> float:
     return share
 
 
-def _threshold(asked: argparse.Namespace, fit: Sequence[Judged]) -> float:
+def _policy(text: str) -> dict[str, Any]:
+    try:
+        policy = yaml.safe_load(text)
+        if not isinstance(policy, dict) or policy.get("name") not in JUDGES:
+            raise ValueError(f"has no threshold; needed is {{name: ...}} of {' or '.join(JUDGES)}")
+        build(policy)
+    except (yaml.YAMLError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    return policy
+
+
+def _check_scores(asked: argparse.Namespace, answers: Sequence[Judged]) -> None:
+    """A threshold may be whatever a policy's score may be."""
+    for score in (extreme(answer.confidence for answer in answers) for extreme in (min, max)):
+        try:
+            build(asked.policy | {"threshold": score})
+        except ValueError as error:
+            told = f"{asked.log} was scored by another policy than {_yaml(asked.policy)}"
+            raise LogUnusable(f"{told} ({error}); name it with --policy") from error
+
+
+def _goal(asked: argparse.Namespace) -> Goal:
     if asked.max_escalations is not None:
-        return threshold_for_escalations(fit, asked.max_escalations)
-    return threshold_for_agreement(fit, asked.min_agreement)
+        return Goal("escalations", asked.max_escalations)
+    return Goal("agreement", asked.min_agreement)
 
 
-def _told(threshold: float, fit: Sequence[Judged], held_out: Sequence[Judged], small_cost: float) -> dict[str, Any]:
-    told: dict[str, Any] = {"threshold": threshold, "small_cost": small_cost}
+def _told(
+    asked: argparse.Namespace, goal: Goal, threshold: float, fit: Sequence[Judged], held_out: Sequence[Judged]
+) -> dict[str, Any]:
+    """`threshold` is None where no confidence seen is one that reaches the goal."""
+    found = threshold if math.isfinite(threshold) else None
+    told: dict[str, Any] = {
+        "threshold": found,
+        "policy": ALWAYS if found is None else asked.policy | {"threshold": found},
+        "small_cost": asked.small_cost,
+        "goal": vars(goal) | {"met": goal.is_met(Outcome.of(held_out, threshold))},
+    }
     for name, answers in (("fit", fit), ("held_out", held_out)):
         outcome = Outcome.of(answers, threshold)
-        cost = outcome.relative_cost(small_cost)
+        cost = outcome.relative_cost(asked.small_cost)
         told[name] = {"answers": len(answers)} | vars(outcome) | {"relative_cost": cost}
     return told
 
@@ -89,5 +132,26 @@ def _told(threshold: float, fit: Sequence[Judged], held_out: Sequence[Judged], s
 def _report(told: dict[str, Any]) -> str:
     head = ["", "answers", "escalations", "agreement", "of accepted", "cost (large alone: 1)"]
     rows = [[name, *told[name].values()] for name in ("fit", "held_out")]
-    threshold = f"{Decimal(repr(told['threshold'])):f}"  # whole: rounded, it would accept or escalate others
-    return f"{render(head, rows)}\n\npolicy: {{name: confidence, threshold: {threshold}}}"
+    return "\n\n".join([render(head, rows), *_remarks(told), f"policy: {_yaml(told['policy'])}"])
+
+
+def _remarks(told: dict[str, Any]) -> Iterator[str]:
+    """On what was asked for and not reached."""
+    goal, held_out = told["goal"], told["held_out"]
+    if told["threshold"] is None:
+        yield (
+            "No threshold gives that agreement: not even the surest answers are good enough. All must escalate, or, "
+            "for less, go to the large model at once (policy fixed)."
+        )
+    if not goal["met"]:
+        share, count = held_out[goal["of"]], held_out["answers"]
+        doubt = 2 * math.sqrt(share * (1 - share) / count)
+        yield (
+            f"On what was held out, {goal['of']} are {share:.3f}, not the {goal['share']:g} asked for; "
+            f"{count} answers tell it within {doubt:.3f}."
+        )
+
+
+def _yaml(policy: dict[str, Any]) -> str:
+    """On one line, numbers whole: rounded, a threshold would accept or escalate others."""
+    return str(yaml.safe_dump(policy, default_flow_style=True, sort_keys=False, width=math.inf)).strip()

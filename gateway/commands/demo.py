@@ -16,7 +16,7 @@ import httpx
 from gateway.commands import family, measuring
 from gateway.commands.client import chat
 from gateway.commands.conversation import HANDBOOK, TURNS, Turn
-from gateway.commands.files import add_json_option, write_json
+from gateway.commands.files import add_json_option, tell
 from gateway.commands.table import render
 
 AGREEMENT_TOKENS = 16
@@ -36,8 +36,7 @@ def _demo(name: str, file: Path | None) -> int:
     with measuring.own_stack("demo", config) as (stack, _):
         with httpx.Client(base_url=stack.url, timeout=120, trust_env=False) as http:
             turns = list(_converse(http))
-    write_json(file, {"turns": turns})
-    print(_table(turns))
+    tell(_table(turns), file, {"turns": turns})
     return _verdict(turns)
 
 

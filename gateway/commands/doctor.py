@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from gateway.commands import family
-from gateway.commands.files import add_json_option, write_json
+from gateway.commands import ending, family
+from gateway.commands.files import add_json_option, tell
 from gateway.commands.stack import port_is_free
 from gateway.commands.table import render
 from gateway.errors import SettingsError
@@ -78,11 +78,14 @@ def main(argv: Sequence[str] | None = None, *, probe: Probe | None = None) -> in
     parser.add_argument("--constraints", type=Path, help="default: constraints.txt beside the source, if there is one")
     add_json_option(parser, "the findings")
     options = parser.parse_args(argv)
+    return ending.run("kvrelay doctor", lambda: _doctor(options, probe or probe_gpus))
+
+
+def _doctor(options: argparse.Namespace, probe: Probe) -> int:
     config, constraints = options.config or _nearest_config(), options.constraints or _nearest_constraints()
-    findings = list(examine(config, constraints, probe or probe_gpus))
+    findings = list(examine(config, constraints, probe))
     wrong = any(finding.status == "wrong" for finding in findings)
-    print(_told(findings))
-    write_json(options.json, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
+    tell(_told(findings), options.json, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
     return int(wrong)
 
 

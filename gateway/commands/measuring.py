@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,26 +12,18 @@ from typing import Any
 
 import httpx
 
-from gateway.commands import family
+from gateway.commands import ending, family
 from gateway.commands.client import RequestFailed
 from gateway.commands.machine import commit, machine
 from gateway.commands.stack import Stack, StackError, stop_on_signals
-from workers.api.errors import KvrelayError
 
 MIN_LENGTH = 64  # tokens of a document
 
 
 def run(command: str, work: Callable[[], int]) -> int:
-    """The status that `work` gives; 2, and a line, where the stack or a request failed; 130 where it was stopped."""
+    """The same as `ending.run`; the stack or a request may fail, too."""
     stop_on_signals()
-    try:
-        return work()
-    except (StackError, RequestFailed, KvrelayError, httpx.HTTPError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    return ending.run(command, work, StackError, RequestFailed, httpx.HTTPError)
 
 
 @contextmanager

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gateway.commands import ending
 from gateway.commands.doctor import ask_workers
-from gateway.commands.files import add_json_option, write_json
+from gateway.commands.files import add_json_option, check_apart, tell
 from gateway.commands.table import render
 from gateway.logs.lines import LogUnusable
 from gateway.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
 from gateway.settings import load, read_secret
-from workers.api.errors import KvrelayError, WorkerUnavailable
+from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import WorkerInfo
 
 SHOWN_CHARS = 60
@@ -30,16 +30,17 @@ ADVICE = "Move it behind what is shared: into the last user message, or into a m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a log that cannot be used."""
-    asked = _arguments().parse_args(argv)
-    try:
-        prompts = read_prompts(asked.log)
-        rate = asked.prefill_rate if asked.config is None else measured(asked.config)
-    except (LogUnusable, KvrelayError) as error:
-        print(f"kvrelay prefixes: {error}", file=sys.stderr)
-        return 2
+    parser = _arguments()
+    asked = parser.parse_args(argv)
+    check_apart(parser, asked.log, asked.json)
+    return ending.run("kvrelay prefixes", lambda: _prefixes(asked), LogUnusable)
+
+
+def _prefixes(asked: argparse.Namespace) -> int:
+    prompts = read_prompts(asked.log)
+    rate = asked.prefill_rate if asked.config is None else measured(asked.config)
     told = _told(prompts, rate, asked)
-    write_json(asked.json, told)
-    print(_report(told))
+    tell(_report(told), asked.json, told)
     return 0
 
 

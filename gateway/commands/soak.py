@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gateway.commands import family, measuring
-from gateway.commands.files import add_json_option, write_json
+from gateway.commands.files import add_json_option, tell
 from gateway.soak.run import Asked, soak
 from gateway.soak.settings import scale_of
 
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _soak(asked: Asked, file: Path | None) -> int:
     print(f"seed {asked.seed}", flush=True)
     report = soak(asked, lambda line: print(f"  {line}", flush=True))
-    write_json(file, report.as_json())
-    print(report.table())
+    tell(report.table(), file, report.as_json())
     if report.was_stopped:
         print("stopped", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gateway.logs.lines import LogUnusable, objects
 
@@ -73,6 +73,25 @@ class Outcome:
         return small_cost + self.escalations
 
 
+@dataclass(frozen=True)
+class Goal:
+    """At most such a `share` of escalations, or at least such a share of agreement."""
+
+    of: Literal["escalations", "agreement"]
+    share: float
+
+    def threshold(self, answers: Sequence[Judged]) -> float:
+        find = threshold_for_escalations if self.of == "escalations" else threshold_for_agreement
+        return find(answers, self.share)
+
+    def reached(self, outcome: Outcome) -> float:
+        return outcome.escalations if self.of == "escalations" else outcome.agreement
+
+    def is_met(self, outcome: Outcome) -> bool:
+        reached = self.reached(outcome)
+        return reached <= self.share if self.of == "escalations" else reached >= self.share
+
+
 def read_answers(path: Path) -> list[Judged]:
     """Lines `{"confidence": number, "agrees": true | false}`; a reply's `kvrelay.confidence` will do. Raises
     `LogUnusable`."""
@@ -99,8 +118,8 @@ def threshold_for_escalations(answers: Sequence[Judged], at_most: float) -> floa
 
 
 def threshold_for_agreement(answers: Sequence[Judged], at_least: float) -> float:
-    """The lowest threshold at which these answers are expected to agree with the large model so often. Escalating all
-    always does: then it lies above every confidence seen."""
+    """The lowest threshold at which these answers are expected to agree with the large model so often. Where none of
+    their confidences is one, infinity: escalating all always does."""
     expected = Isotonic.fit(answers)
 
     def is_enough(threshold: float) -> bool:
@@ -109,7 +128,7 @@ def threshold_for_agreement(answers: Sequence[Judged], at_least: float) -> float
 
     seen = _seen(answers)
     found = bisect_left(seen, True, key=is_enough)
-    return seen[found] if found < len(seen) else math.nextafter(seen[-1], math.inf)
+    return seen[found] if found < len(seen) else math.inf
 
 
 def _seen(answers: Sequence[Judged]) -> list[float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +14,9 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from gateway.commands import bench, family, up
+from gateway.commands import bench, ending, family, up
 from gateway.commands.demo import _verdict
+from gateway.commands.files import tell
 from gateway.commands.stack import Child, Stack, StackError, free_ports, held_back
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
@@ -132,6 +136,46 @@ def test_workers_that_end_too_often_are_given_up(
     stack = EndingStack(*at_s)
     assert up.supervise(cast(Stack, stack), lambda: stack.now_s) == 1
     assert stack.num_started == num_started and says in capsys.readouterr().err
+
+
+def interrupted() -> int:
+    raise KeyboardInterrupt
+
+
+def out_of_space() -> int:
+    tell("the report", Path("/dev/full"), {})
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "printed", "complaint"),
+    [
+        (lambda: 1, 1, "", ""),
+        (interrupted, 130, "", "stopped\n"),
+        (out_of_space, 2, "the report\n", "kvrelay x: cannot write /dev/full: No space left on device\n"),
+    ],
+)
+def test_how_a_command_ends(
+    work: Callable[[], int], status: int, printed: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ending.run("kvrelay x", work) == status
+    assert capsys.readouterr() == (printed, complaint)
+
+
+def test_a_log_comes_by_a_pipe_and_a_report_that_nobody_reads_is_no_failure(tmp_path: Path) -> None:
+    """As before `| head`; what was to be written is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "gateway.cli", "calibrate", "-", "--min-agreement", "0.5"]
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [*command, "--json", str(tmp_path / "out.json")],
+            input=b'{"confidence": -1, "agrees": true}\n' * 40,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+        )
+    assert (ended.returncode, ended.stderr) == (141, b"")
+    assert yaml.safe_load((tmp_path / "out.json").read_text())["threshold"] == -1
 
 
 @pytest.mark.parametrize(

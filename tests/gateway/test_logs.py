@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 from collections.abc import Callable
@@ -14,11 +15,22 @@ import pytest
 import yaml
 
 from gateway.commands import calibrate, prefixes
-from gateway.logs.calibration import Isotonic, Judged, Outcome, threshold_for_agreement, threshold_for_escalations
+from gateway.logs.calibration import (
+    Isotonic,
+    Judged,
+    Outcome,
+    halves,
+    read_answers,
+    threshold_for_agreement,
+    threshold_for_escalations,
+)
+from gateway.logs.lines import LogUnusable
 from gateway.logs.traffic import masked
+from gateway.policies import build
 from tests.gateway.test_process import configured, workers
 from workers.api.schemas import Rates
 
+COMMANDS = {"calibrate": calibrate.main, "prefixes": prefixes.main}
 RULES = "Answer from the handbook. " * 40
 RIGHT_FROM = -1.0  # in the planted log, answers surer than that are right
 
@@ -168,11 +180,92 @@ def test_the_threshold_is_told_whole(
     tmp_path: Path, goal: str, step: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounded, it would escalate more than asked for, or accept what is never to be."""
-    path = written(tmp_path, [{"confidence": -place * step, "agrees": False} for place in range(1, 100)])
+    path = written(tmp_path, [{"confidence": -place * step, "agrees": place < 9} for place in range(1, 100)])
     assert calibrate.main([str(path), goal, "1", "--json", str(tmp_path / "out.json")]) == 0
     threshold = json.loads((tmp_path / "out.json").read_text())["threshold"]
     assert -10 * step < threshold < 0
     assert suggested(capsys.readouterr().out) == threshold
+
+
+@pytest.mark.parametrize("size", [1.7e308, 5e-324])
+def test_an_enormous_threshold_is_told_in_few_digits(
+    tmp_path: Path, size: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, [{"confidence": -size, "agrees": True}] * 40)
+    assert calibrate.main([str(path), "--max-escalations", "0"]) == 0
+    report = capsys.readouterr().out
+    assert suggested(report) == -size and len(report.splitlines()[-1]) < 80
+
+
+def test_a_goal_that_no_threshold_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One above 0 would, and is none of a log-probability's."""
+    path, plot = written(tmp_path, [{"confidence": 0.0, "agrees": False}] * 40), tmp_path / "plot.svg"
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(plot)]
+    assert calibrate.main([str(path), "--min-agreement", "0.5", *files]) == 0
+    told, report = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert (told["threshold"], told["held_out"]["escalations"]) == (None, 1.0)
+    assert "No threshold gives that agreement" in report
+    assert yaml.safe_load(report.splitlines()[-1]) == {"policy": {"name": "always_escalate"}}
+    assert plot.read_text().count("<polyline") == 2
+
+
+def test_a_goal_that_is_missed_on_what_was_held_out_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit, _ = halves([Judged(-place, True) for place in range(100)])
+    lines = [{"confidence": -place, "agrees": Judged(-place, True) in fit} for place in range(100)]
+    files = ["--json", str(tmp_path / "out.json")]
+    assert calibrate.main([str(written(tmp_path, lines)), "--min-agreement", "0.9", *files]) == 0
+    goal = json.loads((tmp_path / "out.json").read_text())["goal"]
+    assert goal == {"of": "agreement", "share": 0.9, "met": False}
+    assert "not the 0.9 asked for" in capsys.readouterr().out
+
+
+def test_the_policy_that_scored_a_log_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scores are others, and its settings go with the threshold."""
+    path = str(written(tmp_path, [{"confidence": place / 100, "agrees": True} for place in range(100)]))
+    assert calibrate.main([path, "--max-escalations", "0.5"]) == 2
+    assert "was scored by another policy than {name: confidence}" in capsys.readouterr().err
+    margin = {"name": "confidence", "score": "margin", "streaming": "buffer"}
+    assert calibrate.main([path, "--max-escalations", "0.5", "--policy", json.dumps(margin)]) == 0
+    policy = yaml.safe_load(capsys.readouterr().out.splitlines()[-1])["policy"]
+    assert build(policy) == build(margin | {"threshold": policy["threshold"]}) and policy["threshold"] > 0
+
+
+@pytest.mark.parametrize("policy", ["fixed", "{name: fixed, tier: large}", "{name: verifier, score: mean}", "{"])
+def test_a_policy_that_has_no_threshold(tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        calibrate.main([str(tmp_path / "log"), "--min-agreement", "1", "--policy", policy])
+    assert f"argument --policy: {policy!r}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [gzip.compress, lambda plain: b"\xef\xbb\xbf" + plain, lambda plain: plain.replace(b"\n", b"\r\n")],
+    ids=["gzip", "byte order mark", "CRLF"],
+)
+def test_a_log_as_other_programs_write_it(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
+    path = written(tmp_path, planted())
+    as_it_was = read_answers(path)
+    path.write_bytes(packed(path.read_bytes()))
+    assert read_answers(path) == as_it_was
+
+
+def test_a_packed_log_that_was_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(written(tmp_path, planted()).read_bytes())[:-900])
+    with pytest.raises(LogUnusable, match=r"cannot read .*log\.gz: Compressed file ended"):
+        read_answers(path)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "prefixes"])
+def test_a_file_to_write_is_not_the_log(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, planted())
+    plain, goal = path.read_bytes(), ["--min-agreement", "1"] if command == "calibrate" else []
+    with pytest.raises(SystemExit):
+        COMMANDS[command]([str(path), *goal, "--json", f"{tmp_path}/../{tmp_path.name}/log.jsonl"])
+    assert "is named twice" in capsys.readouterr().err
+    assert path.read_bytes() == plain
 
 
 class Compared(float):
@@ -224,8 +317,7 @@ def test_a_log_that_cannot_be_used(
     tmp_path: Path, command: str, lines: list[Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path, lines))
-    status = prefixes.main([path]) if command == "prefixes" else calibrate.main([path, "--min-agreement", "0.9"])
-    assert status == 2
+    assert COMMANDS[command]([path, *(["--min-agreement", "0.9"] if command == "calibrate" else [])]) == 2
     assert message in capsys.readouterr().err
 
 
