@@ -89,7 +89,8 @@ class Breaker:
         self._rng = rng
         self._on_transition = on_transition
         self._state = State.CLOSED
-        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=settings.window)  # (when, failed)
+        self._outcomes: deque[tuple[float, bool]] = deque()  # (when, failed)
+        self._num_failed = 0  # of these
         self._reopens_at = 0.0
         self._probes = 0
         self._successes = 0
@@ -140,8 +141,8 @@ class Breaker:
         if self._state is State.HALF_OPEN:
             self._record_probe(outcome)
         elif self._state is State.CLOSED:
-            self._outcomes.append((self._clock(), outcome is Outcome.FAILURE))
-            if self._failing():
+            self._note(outcome is Outcome.FAILURE)
+            if self._is_failing:
                 self._enter(State.OPEN)
 
     def _record_probe(self, outcome: Outcome) -> None:
@@ -156,18 +157,26 @@ class Breaker:
             self._probes -= 1
             self.bell.ring()
 
-    def _failing(self) -> bool:
-        oldest = self._clock() - self._settings.window_s
-        recent = [failed for when, failed in self._outcomes if when >= oldest]
-        if len(recent) < self._settings.min_outcomes:
-            return False
-        return sum(recent) / len(recent) >= self._settings.failure_rate
+    def _note(self, failed: bool) -> None:
+        """The outcome joins the window, and those leave that are too old or too many."""
+        now, outcomes, settings = self._clock(), self._outcomes, self._settings
+        outcomes.append((now, failed))
+        self._num_failed += failed
+        while len(outcomes) > settings.window or outcomes[0][0] < now - settings.window_s:
+            self._num_failed -= outcomes.popleft()[1]
+
+    @property
+    def _is_failing(self) -> bool:
+        num_recent = len(self._outcomes)
+        enough = num_recent >= self._settings.min_outcomes
+        return enough and self._num_failed / num_recent >= self._settings.failure_rate
 
     def _enter(self, state: State) -> None:
         self._state = state
         self.era += 1
         self._probes = self._successes = 0
         self._outcomes.clear()
+        self._num_failed = 0
         if state is State.OPEN:
             spread = 1 + self._settings.jitter * (2 * self._rng() - 1)
             self._reopens_at = self._clock() + self._settings.open_s * spread
