@@ -266,13 +266,10 @@ class Fleet:
     def _gate(self, tier: str) -> Gate:
         if self._before is not None and self._keeps and tier in self._before.gates:
             return self._before.gates[tier]
-        return Gate(
-            tier,
-            max_running=self._settings.limits.max_concurrency_per_tier,
-            max_waiting=self._settings.limits.max_queue_per_tier,
-            on_running=self._metrics.num_requests_running.labels(tier).set,
-            on_waiting=self._metrics.num_requests_waiting.labels(tier).set,
-        )
+        limits = self._settings.limits
+        gate = Gate(tier, max_running=limits.max_concurrency_per_tier, max_waiting=limits.max_queue_per_tier)
+        self._metrics.show_gate(tier, gate)
+        return gate
 
     def _tier(self, tier: TierSettings) -> Tier:
         ids = [worker_id for worker_id, worker in self._settings.workers.items() if worker.tier == tier.name]

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 
 from gateway.breaker import State
+from gateway.limits import Gate
 from gateway.turn import Report
 from workers.api.tasks import num_tasks
 
@@ -89,6 +90,11 @@ class Metrics:
         self.worker_restarts = count("worker_restarts_total", "Restarts noticed by a new epoch", "target")
         gauge("asyncio_tasks", "Tasks of the event loop").set_function(num_tasks)
         self.client_disconnects = count("client_disconnects_total", "Clients that hung up", "phase")
+
+    def show_gate(self, tier: str, gate: Gate) -> None:
+        """How many it holds is asked of it when somebody wants to know."""
+        self.num_requests_running.labels(tier).set_function(lambda: gate.num_running)
+        self.num_requests_waiting.labels(tier).set_function(lambda: gate.num_waiting)
 
     def circuit_changed(self, target: str, to: State) -> None:
         self.circuit_state.labels(target).set(to)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from gateway.deadline import Deadline
@@ -179,15 +179,10 @@ class Turn:
         self.is_shadowed = False
         self.report.drop_handoff()
 
-    @contextmanager
-    def upstream(self, phase: str) -> Iterator[None]:
-        """Time within is the workers', not the gateway's."""
+    def upstream(self, phase: str) -> Upstream:
+        """The block in which workers are at it."""
         self.phase = phase
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waited_s += time.monotonic() - started
+        return Upstream(self)
 
     def began(self, at: float) -> None:
         """The first token is there. What until then was neither the client's nor a worker's time is ours."""
@@ -197,6 +192,22 @@ class Turn:
 
     def since_arrival_ms(self, at: float) -> float:
         return (at - self.arrived_at) * 1000
+
+
+class Upstream:
+    """Time within is the workers', not the gateway's."""
+
+    def __init__(self, turn: Turn):
+        self._turn = turn
+        self._began_at = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._turn.waited_s += time.monotonic() - self._began_at
 
 
 def num_bytes(messages: Iterable[Message]) -> int:
