@@ -20,19 +20,24 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 async def read_body(receive: Receive, within_s: float) -> bytes:
-    """Raises `RequestTooSlow` for a client that sends too slowly, `ClientDisconnected` for one that hangs up."""
-    pieces: list[bytes] = []
+    """Raises `RequestTooSlow` for a client that sends too slowly, and what `read_whole` does."""
     try:
         async with asyncio.timeout(within_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected("the client hung up before its body was there")
-                pieces.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
+            return await read_whole(receive)
     except TimeoutError as error:
         raise RequestTooSlow(f"the body did not arrive within {within_s:g} s") from error
+
+
+async def read_whole(receive: Receive) -> bytes:
+    """A body, however long it takes. Raises `ClientDisconnected` for a client that hangs up."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected("the client hung up before its body was there")
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
 
 
 async def drop_body(receive: Receive, most: int, within_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Generic
 
 from starlette.requests import Request
 
-from gateway.connection import read_body
+from gateway.connection import read_body, read_whole
 from gateway.errors import ClientDisconnected
 from gateway.schemas import R, parse
 from gateway.snapshot import Snapshot
@@ -34,7 +34,9 @@ async def take_in(request: Request, kind: type[R]) -> Incoming[R]:
     await snapshot.parts.quotas.admit(tenant)
     reading_at = time.monotonic()
     try:
-        raw = await read_body(request.receive, settings.deadlines.body_s)
+        # A body that is there already, as most are, needs no timer.
+        is_there = not request.scope["state"].get("body_left", True)
+        raw = await (read_whole(request.receive) if is_there else read_body(request.receive, settings.deadlines.body_s))
     except ClientDisconnected:
         request.app.state.gateway.metrics.client_disconnects.labels("body").inc()
         raise
