@@ -6,8 +6,10 @@ It follows the file: a change that can be used is, without a request being lost;
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +28,15 @@ from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after an orderly end, 2 for a configuration that cannot be used."""
     asked = _arguments().parse_args(argv)
+    source = Source(asked.config, partial(_settings, asked), _secrets)
+    with _heard(source):
+        return _run(asked, source)
+
+
+def _run(asked: argparse.Namespace, source: Source) -> int:
     try:
         if asked.die_with_parent is not None:
             die_with_parent(asked.die_with_parent)
-        source = Source(asked.config, partial(_settings, asked), _secrets)
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         tracing.start(settings.tracing, "kvrelay-gateway")
@@ -40,6 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with listener, log_to(sys.stderr.buffer):
         server.Server(app, asked.ready_file).run(sockets=[listener])
     return 0
+
+
+@contextmanager
+def _heard(source: Source) -> Iterator[None]:
+    """A SIGHUP that comes before the server listens for it is taken for what it asks, and ends nothing."""
+    before = signal.signal(signal.SIGHUP, lambda *_: source.asked.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _arguments() -> argparse.ArgumentParser:

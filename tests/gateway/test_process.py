@@ -103,6 +103,22 @@ def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
     assert kept_s > (httpx.Limits().keepalive_expiry or 0)
 
 
+def test_a_sighup_during_its_start_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    with free_socket() as silent:  # a worker that is looked at while the gateway starts
+        section = {name: {"tier": name[:5], "url": url_of(silent)} for name in ("small-0", "large-0")}
+        arguments = command(configured(tmp_path, workers=section), "--ready-file", str(ready))
+        process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(30)
+        silent.accept()[0].close()
+        process.send_signal(signal.SIGHUP)
+    told_by(ready, process)
+    process.terminate()  # there is a grace, in which the file is read
+    told = [json.loads(line) for line in process.communicate(timeout=10)[1].splitlines()]
+    assert process.returncode == 0
+    assert "config_reloaded" in [line["event"] for line in told]
+
+
 async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
     """Its log is JSON to the end, whatever uvicorn says of a client."""
     with workers() as (_, _, section), gateway(configured(tmp_path, workers=section)) as (process, url):
