@@ -29,6 +29,7 @@ from gateway import policies
 from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
+from gateway.shown import shown
 from workers.api import secret
 from workers.api.addresses import HttpUrl, scheme_of
 from workers.api.durations import Seconds, SecondsOrNone
@@ -42,7 +43,6 @@ from workers.api.yaml_file import YamlUnusable, read_yaml
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 KEY_HASH = re.compile(r"[0-9a-f]{64}")
-CREDENTIALS = re.compile(r"//.*@")  # in a URL
 AUTO = "auto"
 DEFAULT_TENANT = "default"
 MEMORY = "memory"
@@ -301,7 +301,7 @@ def from_values(values: dict[str, Any]) -> Settings:
     except ValidationError as error:
         raise SettingsError("; ".join(_line(dict(one)) for one in error.errors(include_url=False))) from error
     except SourceError as error:
-        raise SettingsError(f"environment: {error}") from error
+        raise SettingsError(f"environment: {error}; such a variable holds JSON") from error
     except RecursionError as error:
         raise SettingsError("the configuration is nested too deep, or holds itself") from error
 
@@ -332,11 +332,11 @@ def _line(error: dict[str, Any]) -> str:
 
 
 def _got(error: dict[str, Any]) -> str:
-    """The value, unless it may be an API key; a URL without the password in it."""
+    """The value, unless it may be an API key."""
     section, *inner = error["loc"]
     if section == "tenants" and inner[1:2] in ([], ["api_keys"]):
         return ""
-    return ", got " + CREDENTIALS.sub("//***@", repr(error["input"]))
+    return f", got {shown(error['input'])}"
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:

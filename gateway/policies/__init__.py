@@ -12,6 +12,7 @@ from gateway.policies.confidence import Confidence
 from gateway.policies.fixed import Fixed
 from gateway.policies.rules import Rules
 from gateway.policies.verifier import Verifier
+from gateway.shown import shown
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Fixed, Confidence, Verifier, Rules, AlwaysEscalate)
@@ -25,7 +26,7 @@ def build(settings: dict[str, Any]) -> Policy:
     name = settings.get("name")
     policy = POLICIES.get(name) if isinstance(name, str) else None
     if policy is None:
-        raise ValueError(f"policy.name: unknown policy {name!r}; known: {', '.join(POLICIES)}")
+        raise ValueError(f"policy.name: unknown policy {shown(name)}; known: {', '.join(POLICIES)}")
     values = {key: value for key, value in settings.items() if key != "name"}
     unknown = sorted(map(str, values.keys() - policy.model_fields.keys()))
     if unknown:
@@ -38,4 +39,4 @@ def build(settings: dict[str, Any]) -> Policy:
         where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
         inner = message.removeprefix("policy")  # of a policy within this one, which names its own key
         told = f"policy.{where}{inner}" if inner != message else f"policy.{where}: {message}"
-        raise ValueError(f"{told}, got {first['input']!r}") from error
+        raise ValueError(f"{told}, got {shown(first['input'])}") from error

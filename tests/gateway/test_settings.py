@@ -52,7 +52,7 @@ def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_LIMITS", "{not json")
-    with pytest.raises(SettingsError, match="limits"):
+    with pytest.raises(SettingsError, match="limits.*holds JSON"):
         from_values(values())
 
 
@@ -138,6 +138,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
         {"registry": {"url": "redis://user:hidden/word@h:99999"}},
         {"registry": {"url": "redis+sentinel://user:p/hidden/word@h:99999"}},
         {"registry": "redis://user:hidden@h"},
+        {"registry": "redis://user:hidden" + "n" * 1000 + "@h"},
         {"discovery": {"url": "redis+cluster://user:hidden@h"}},
     ],
 )
@@ -179,6 +180,8 @@ policy: &again {name: rules, otherwise: *again}
         ("tiers: !!int x", "not valid YAML: invalid literal"),
         ("tiers: !!bool x", "not valid YAML: 'x'"),
         ("tiers: 2020-99-99", "not valid YAML: month"),
+        ("limits: {max_messages: 5}\nregistry: {}\nlimits: {}\n", "not valid YAML in line 3: 'limits' stands twice"),
+        ("tenants: {a: {}, b: {}, a: {}}", "not valid YAML in line 1: 'a' stands twice"),
         (HOLDS_ITSELF, "holds itself"),
         ("- a\n- b\n", "must hold a mapping with the keys tiers"),
         ("", "must hold a mapping"),
@@ -187,6 +190,28 @@ policy: &again {name: rules, otherwise: *again}
 def test_a_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(written(tmp_path, content))
+
+
+MERGED = """
+tiers: [{name: small, model: some}]
+workers:
+  small-0: &common {tier: small, url: "http://127.0.0.1:8101"}
+  small-1: {<<: *common, url: "http://127.0.0.1:8102"}
+"""
+
+
+def test_what_a_mapping_is_merged_with_does_not_stand_twice(tmp_path: Path) -> None:
+    workers = load(written(tmp_path, MERGED)).workers
+    assert [worker.url[-4:] for worker in workers.values()] == ["8101", "8102"]
+
+
+@pytest.mark.parametrize(("section", "ends"), [("bundles: [", "]"), ("policy: {name: fixed, tier: [", "]}")])
+def test_lines_that_amount_to_billions_of_items_are_told_shortly(tmp_path: Path, section: str, ends: str) -> None:
+    doubled = ", ".join(f"&a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 60))
+    rest = yaml.safe_dump({name: value for name, value in values().items() if name not in section})
+    with pytest.raises(SettingsError) as refused:
+        load(written(tmp_path, f"{rest}{section}&a0 [x, x], {doubled}{ends}"))
+    assert len(refused.value.message) < 20_000
 
 
 def test_no_line_of_a_file_that_is_none_is_told(tmp_path: Path) -> None:
