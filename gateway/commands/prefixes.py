@@ -1,8 +1,8 @@
 """`kvrelay prefixes LOG`: before anything else, how much of your traffic shares prefixes, and what spoils the rest.
 
-LOG holds JSON lines, each the body of a chat completion (or an object with one under "request"), oldest first. The
-report shows no text of them unless asked to by --show-text. With --prefill-rate, or --config to ask your workers what
-they have measured, it estimates the time saved.
+LOG holds JSON lines, each the body of a chat completion (or an object with one under "request" or "body"), oldest
+first, packed by gzip or not; - is standard input. The report shows no text of them unless asked to by --show-text. With
+--prefill-rate, or --config to ask your workers what they have measured, it estimates the time saved.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def measured(config: Path) -> float:
 
 
 def _told(prompts: Sequence[Prompt], rate: float | None, asked: argparse.Namespace) -> dict[str, Any]:
-    found = sharing(prompts)
-    cleaned = sharing(prompt.without_volatile() for prompt in prompts)
+    found, spoiled = sharing(prompts), spoilers(prompts)
+    cleaned = sharing(prompt.without(spoiled) for prompt in prompts) if spoiled else found
     return {
         "requests": found.num_prompts,
         "requests_with_a_hit": found.num_hits,
@@ -91,7 +91,7 @@ def _told(prompts: Sequence[Prompt], rate: float | None, asked: argparse.Namespa
         "hit_ratio_without_volatile": cleaned.ratio,
         "by_length": [_bucket(start, found) for start in BUCKETS if start in found.by_length],
         "top": [_top(one, asked.show_text) for one in found.top()],
-        "volatile": [vars(spoiler) for spoiler in spoilers(prompts)],
+        "volatile": [vars(spoiler) for spoiler in spoiled],
         "prefill_rate": rate,
         "saved_prefill_s": _saved_s(found, rate, asked.chars_per_token),
         "saved_prefill_s_without_volatile": _saved_s(cleaned, rate, asked.chars_per_token),
@@ -106,7 +106,12 @@ def _bucket(start: int, found: Sharing) -> dict[str, Any]:
 def _top(one: tuple[str, int, int, int, str], show_text: bool) -> dict[str, Any]:
     name, uses, num_messages, chars, text = one
     told = {"name": name[:12], "uses": uses, "messages": num_messages, "chars": chars}
-    return told | ({"begins": text[:SHOWN_CHARS]} if show_text else {})
+    return told | ({"begins": _shown(text)} if show_text else {})
+
+
+def _shown(text: str) -> str:
+    """On one line, and without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text[:SHOWN_CHARS])
 
 
 def _saved_s(found: Sharing, rate: float | None, chars_per_token: float) -> float | None:

@@ -11,11 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from gateway.logs.lines import LogUnusable, objects
 from gateway.prefix import canonical
@@ -33,8 +34,10 @@ VOLATILE = {
     "hex_id": r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{12,}\b",
     "number": r"\b\d{9,}\b",
 }
-_VOLATILE = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in VOLATILE.items()))
-
+_BEGINS = r"(?=\d|\b[0-9a-fA-F])"  # what any of them does: the rest need not be tried elsewhere
+_VOLATILE = re.compile(f"{_BEGINS}(?:{'|'.join(f'(?P<{kind}>{pattern})' for kind, pattern in VOLATILE.items())})")
+ALL_KINDS = frozenset(VOLATILE)
+NUM_REMEMBERED = 4096  # texts: prompts that share a beginning, or belong to one conversation, have most of theirs alike
 
 Place = tuple[str, str, int]  # kind of span, role, position of the message
 
@@ -62,11 +65,15 @@ class Prompt:
             names.append(chain.hexdigest())
         return names[1:]
 
-    def without_volatile(self) -> Prompt:
-        """The same with every volatile span in place of which its kind stands."""
-        texts = tuple(masked(text) for text in self.texts)
-        links = tuple(masked(link.decode("utf-8", "replace")).encode() for link in self.links[1:])
-        return Prompt((self.links[0], *links), texts)
+    def without(self, spoilers: Sequence[Spoiler]) -> Prompt:
+        """The same with the kind of each volatile span in its place, where one of these stands."""
+        texts, links = list(self.texts), list(self.links)
+        for position in {one.position for one in spoilers if one.position < len(texts)}:
+            role = self.role(position)
+            kinds = frozenset(one.kind for one in spoilers if (one.position, one.role) == (position, role))
+            texts[position] = masked(texts[position], kinds)
+            links[position + 1] = masked(links[position + 1].decode(), kinds).encode()
+        return Prompt(tuple(links), tuple(texts))
 
 
 @dataclass
@@ -80,6 +87,7 @@ class Sharing:
     by_length: dict[int, list[int]] = field(default_factory=dict)  # bucket -> [chars, shared]
     uses: Counter[str] = field(default_factory=Counter)
     lengths: dict[str, tuple[int, int, str]] = field(default_factory=dict)  # (messages, chars, how it begins)
+    shorter: dict[str, str] = field(default_factory=dict)  # by a message
 
     def add(self, prompt: Prompt) -> None:
         names, shared, chars = prompt.names(), 0, 0
@@ -89,6 +97,7 @@ class Sharing:
                 shared = chars
             self.lengths.setdefault(name, (index + 1, chars, prompt.texts[0]))
         self.uses.update(names)
+        self.shorter.update(zip(names[1:], names, strict=False))
         self.num_prompts += 1
         self.num_hits += shared > 0
         self.chars += chars
@@ -105,13 +114,11 @@ class Sharing:
     def top(self, most: int = NUM_TOP) -> list[tuple[str, int, int, int, str]]:
         """The beginnings that save most: name, times used, messages, characters, how they begin. Of two that are always
         used together, the longer one."""
-        used = [(name, count, *self.lengths[name]) for name, count in self.uses.items() if count > 1]
-        used.sort(key=lambda one: (-(one[1] - 1) * one[3], one[0]))
-        kept: list[tuple[str, int, int, int, str]] = []
-        for one in used:
-            if not any(one[1] == other[1] and one[4] == other[4] for other in kept):
-                kept.append(one)
-        return kept[:most]
+        within = {shorter for name, shorter in self.shorter.items() if self.uses[name] == self.uses[shorter]}
+        used = (
+            (name, count, *self.lengths[name]) for name, count in self.uses.items() if count > 1 and name not in within
+        )
+        return sorted(used, key=lambda one: (-(one[1] - 1) * one[3], one[0]))[:most]
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,10 @@ class Spoiler:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Lines `{"messages": [...], "tools": [...]}`, or such an object under `request`. Raises `LogUnusable`."""
-    prompts = [_prompt(place, line) for place, line in objects(path)]
+    """Lines `{"messages": [...], "tools": [...]}`, or such an object under `request` or `body`. Raises
+    `LogUnusable`."""
+    known: dict[bytes, tuple[bytes, str]] = {}
+    prompts = [_prompt(place, line, known) for place, line in objects(path)]
     if not prompts:
         raise LogUnusable(f"{path} holds no request")
     return prompts
@@ -149,8 +158,9 @@ def sharing(prompts: Iterable[Prompt]) -> Sharing:
     return found
 
 
-def masked(text: str) -> str:
-    return _VOLATILE.sub(lambda match: f"<{match.lastgroup}>", text)
+@lru_cache(NUM_REMEMBERED)
+def masked(text: str, kinds: frozenset[str] = ALL_KINDS) -> str:
+    return _VOLATILE.sub(lambda match: f"<{match.lastgroup}>" if match.lastgroup in kinds else match.group(), text)
 
 
 def spoilers(prompts: Sequence[Prompt]) -> list[Spoiler]:
@@ -170,6 +180,7 @@ def spoilers(prompts: Sequence[Prompt]) -> list[Spoiler]:
     return sorted(found, key=lambda one: (-one.prompts, one.position, one.at))
 
 
+@lru_cache(NUM_REMEMBERED)
 def _spans(text: str) -> dict[str, Spans]:
     """By their kind."""
     found: dict[str, list[re.Match[str]]] = {}
@@ -178,17 +189,30 @@ def _spans(text: str) -> dict[str, Spans]:
     return {kind: Spans(one[0].start(), tuple(match.group() for match in one)) for kind, one in found.items()}
 
 
-def _prompt(place: str, line: dict[str, Any]) -> Prompt:
-    request = line.get("request", line)
+class _Request(BaseModel):
+    """What counts of a chat completion's body."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+def _prompt(place: str, line: dict[str, Any], known: dict[bytes, tuple[bytes, str]]) -> Prompt:
+    """A message that is `known` takes no memory again."""
+    request = _request(place, line.get("request", line.get("body", line)))
     try:
-        messages = [Message.model_validate(message) for message in request["messages"]]
-    except (KeyError, TypeError) as error:
-        raise LogUnusable(f'{place} needs "messages": a list, as in a chat completion\'s body') from error
+        tools = orjson.dumps(request.tools or [], option=orjson.OPT_SORT_KEYS)
+        links = [canonical(message) for message in request.messages]
+    except TypeError as error:
+        raise LogUnusable(f"{place} is nested too deep") from error
+    kept = [known.setdefault(link, (link, one.text)) for link, one in zip(links, request.messages, strict=True)]
+    return Prompt((tools, *(link for link, _ in kept)), tuple(text for _, text in kept))
+
+
+def _request(place: str, body: Any) -> _Request:
+    if not isinstance(body, dict) or "messages" not in body:
+        raise LogUnusable(f'{place} needs "messages": a list, as in a chat completion\'s body')
+    try:
+        return _Request.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise LogUnusable(f"{place}: messages: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if not messages:
-        raise LogUnusable(f"{place}: messages is empty")
-    tools = orjson.dumps(request.get("tools") or [], option=orjson.OPT_SORT_KEYS)
-    links = (tools, *(canonical(message) for message in messages))
-    return Prompt(links, tuple(message.text for message in messages))
+        first = max(error.errors(), key=lambda one: len(one["loc"]))  # what fits no kind of content is told for each
+        raise LogUnusable(f"{place}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

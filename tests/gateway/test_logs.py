@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -32,6 +33,8 @@ from workers.api.schemas import Rates
 
 COMMANDS = {"calibrate": calibrate.main, "prefixes": prefixes.main}
 RULES = "Answer from the handbook. " * 40
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/1.png"}}
+DEEP: dict[str, Any] = reduce(lambda inner, _: {"x": inner}, range(400), {})
 RIGHT_FROM = -1.0  # in the planted log, answers surer than that are right
 
 
@@ -106,8 +109,36 @@ async def test_rates_come_from_the_workers_that_have_measured_them(tmp_path: Pat
 
 
 def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reported(tmp_path, [chat(RULES, "One?"), chat(RULES, "Two?")], "--show-text")
-    assert "Answer from the handbook." in capsys.readouterr().out
+    """On one line, and without what a terminal would obey."""
+    rules = f"\x1b[2J\n{RULES}"
+    reported(tmp_path, [chat(rules, "One?"), chat(rules, "Two?")], "--show-text")
+    assert " [2J Answer from the handbook." in capsys.readouterr().out
+
+
+def test_what_changes_in_the_question_itself_could_not_be_shared(tmp_path: Path) -> None:
+    report = reported(tmp_path, [chat(RULES, f"Where is order 10000000{n}?") for n in range(5)], "--prefill-rate", "9")
+    assert (report["volatile"], report["hit_ratio_without_volatile"]) == ([], report["hit_ratio"])
+    assert report["saved_prefill_s_without_volatile"] == report["saved_prefill_s"]
+
+
+def test_prefixes_that_begin_alike_and_are_used_as_often_are_each_told(tmp_path: Path) -> None:
+    """Two documents under the same rules. A beginning that is always used with the same continuation is not."""
+    documents = [f"Document {name}. " * 9 for name in "AB"]
+    lines = [chat(RULES, document, "Read.", f"{n}?") for document in documents for n in range(3)]
+    told = [(one["uses"], one["messages"]) for one in reported(tmp_path, lines)["top"]]
+    assert told == [(6, 1), (3, 3), (3, 3)]
+
+
+def test_a_text_that_many_prompts_have_is_looked_through_once(tmp_path: Path) -> None:
+    before = masked.cache_info().misses
+    reported(tmp_path, [chat(f"On 2026-11-{n % 2 + 10}. {RULES}", f"{n}?") for n in range(200)])
+    assert masked.cache_info().misses - before < 10
+
+
+@pytest.mark.parametrize("key", ["request", "body"])
+def test_a_request_may_stand_in_an_object_of_a_gateways_or_a_batch(tmp_path: Path, key: str) -> None:
+    lines = [chat(RULES, "One?"), {"custom_id": "2", key: chat(RULES, "Two?"), "status": 200}]
+    assert reported(tmp_path, lines)["requests_with_a_hit"] == 1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +148,9 @@ def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
         ("29.11.2026", "date"),
         ("10:31", "time"),
         ("6f9619ff-8b86-d011-b42d-00cf4fc964ff", "uuid"),
+        ("bf9619ff-8b86-d011-b42d-00cf4fc964ff", "uuid"),
         ("9f86d081884c7d659a2f", "hex_id"),
+        ("f86d081884c7d659a2f", "hex_id"),
         ("1764400000", "number"),
     ],
 )
@@ -308,7 +341,11 @@ def test_the_bounds_of_both_goals() -> None:
         ("prefixes", ["[1]"], "log.jsonl:1 is a JSON list; an object is needed"),
         ("prefixes", [], "holds no request"),
         ("prefixes", [chat("a", "b"), {"prompt": "x"}], 'log.jsonl:2 needs "messages"'),
-        ("prefixes", [{"messages": [{"role": "robot", "content": "x"}]}], "log.jsonl:1: messages: role"),
+        ("prefixes", [{"messages": [{"role": "robot", "content": "x"}]}], "log.jsonl:1: messages.0.role: "),
+        ("prefixes", [{"messages": "hi"}], "log.jsonl:1: messages: Input should be a valid list"),
+        ("prefixes", [chat("a", "b") | {"tools": "all"}], "log.jsonl:1: tools: Input should be a valid list"),
+        ("prefixes", [{"messages": [{"role": "user", "content": [IMAGE]}]}], ".type: Input should be 'text'"),
+        ("prefixes", [chat("a", "b") | {"tools": [DEEP]}], "log.jsonl:1 is nested too deep"),
         ("calibrate", [{"confidence": -1.0, "agrees": True}] * 3, "holds 3 answers; at least 20 are needed"),
         ("calibrate", [{"confidence": -1.0}] * 30, 'log.jsonl:1 needs "confidence": a number and "agrees"'),
     ],
