@@ -106,10 +106,12 @@ def judge_all(
     pairs = list(zip(chosen, others(chosen), strict=True))
     to_do = [pair for pair in pairs if pair not in kept]
     work = [tokens_read(document, protocol, len(mappers)) for document, _ in to_do]
+    progress = progress or (lambda done, total: None)
+    if to_do:
+        progress(0, sum(work))
     for done, pair in enumerate(to_do, start=1):
         kept.add(*pair, examiner.verdicts(*pair))
-        if progress:
-            progress(sum(work[:done]), sum(work))
+        progress(sum(work[:done]), sum(work))
     by_mapper = [
         [verdict for verdicts in each for verdict in verdicts]
         for each in zip(*(kept.of(*pair) for pair in pairs), strict=True)
