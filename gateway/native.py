@@ -90,10 +90,7 @@ class Native:
         """A full prefill, on the next worker where one fails before its first token. It leaves time to answer for who
         could in its place: the small model, or a tier above."""
         failed: dict[str, KvrelayError] = {}
-        by = self._turn.deadline
-        if self._small_may_stand_in or self._course.is_judged:
-            reserve_s = self._course.parts.settings.deadlines.decode_reserve_s
-            by = max(by.less(reserve_s), by.share(PLAIN_SHARE), key=lambda deadline: deadline.at)
+        by = self._plain_by
         self._was_read_in_full = True
         while True:
             try:
@@ -136,6 +133,18 @@ class Native:
         self._account.fell_back(f"large_{error.code}")
         by = self._turn.deadline
         return await self._answers.open_by(self._course.small, by, patience=patience(by))
+
+    @property
+    def _plain_by(self) -> Deadline:
+        """When a full prefill must have brought a first token. A tier above would have to read it all as well; the
+        small model, which has, needs no more than to write."""
+        deadline, course = self._turn.deadline, self._course
+        fair = deadline.share(PLAIN_SHARE)
+        if course.is_judged and course.above[-1].is_usable:
+            return fair
+        if self._small_may_stand_in:
+            return max(deadline.less(course.parts.settings.deadlines.decode_reserve_s), fair, key=lambda by: by.at)
+        return deadline
 
     @property
     def _others(self) -> list[Tier]:

@@ -25,12 +25,17 @@ UNSURE, SURE, LOST = -0.9, -0.1, -4.0
 
 
 @asynccontextmanager
-async def three(**policy: Any) -> AsyncIterator[tuple[Stack, FakeWorker]]:
+async def three(
+    deadlines: dict[str, float] | None = None, **policy: Any
+) -> AsyncIterator[tuple[Stack, FakeWorker]]:
     """The stack, and the worker in the middle."""
     mid = FakeWorker("mid-0", "fake-mid")
     workers = values()["workers"] | {"mid-0": {"tier": "mid", "url": "http://mid-0"}}
     transport = httpx.ASGITransport(mid)
-    async with in_process({"mid-0": transport}, tiers=TIERS, workers=workers, policy=POLICY | policy) as stack:
+    changes = {"deadlines": deadlines} if deadlines else {}
+    async with in_process(
+        {"mid-0": transport}, tiers=TIERS, workers=workers, policy=POLICY | policy, **changes
+    ) as stack:
         mid.peers = {"small-0": stack.small}
         yield stack, mid
 
@@ -88,6 +93,22 @@ async def test_a_middle_tier_that_cannot_answer_is_passed_over() -> None:
             mid.fail(call, WorkerUnavailable("gone"), times=9)
         reply = await stack.chat()
         assert (text(reply), told(reply)["tier"]) == (right_answer(stack.large, MESSAGES), "large")
+
+
+@pytest.mark.parametrize(("mid_takes_s", "large_takes_s", "by"), [(60.0, 0.5, "large"), (1.2, None, "mid")])
+async def test_a_slow_middle_tier_has_half_of_the_time_or_all_if_nobody_else_is_there(
+    mid_takes_s: float, large_takes_s: float | None, by: str
+) -> None:
+    async with three(deadlines={"request_s": 2.0, "decode_reserve_s": 0.1}) as (stack, mid):
+        stack.small.logprob = UNSURE
+        mid.delay("chat", mid_takes_s)
+        if large_takes_s is None:
+            stack.large.fail("info", WorkerUnavailable("gone"))
+            await stack.look()
+            await stack.look()
+        else:
+            stack.large.delay("chat", large_takes_s)
+        assert told(await stack.chat(kvrelay={"exact": True}))["tier"] == by
 
 
 @pytest.mark.parametrize("skip", ["small", "large", "huge"])
