@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
+from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
 from gateway.fleet import Tier
 from gateway.patience import patience

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -94,6 +95,52 @@ async def test_a_chunk_that_is_none_is_a_workers_failure(broken: str, policy: st
 async def test_a_certain_token_may_be_a_little_above_0() -> None:
     async with small_answers(stream_of((*written(YES | {"logprob": 1e-7}), LAST))) as stack:
         assert text(await stack.chat()) == "Yes"
+
+
+class Endless(httpx.AsyncByteStream):
+    """A body of which there is always more."""
+
+    def __init__(self, piece: bytes, every_s: float):
+        self.num_pieces = 0
+        self._piece = piece
+        self._every_s = every_s
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.num_pieces += 1
+            yield self._piece
+
+
+class WithoutEnd(httpx.ASGITransport):
+    """Carries the calls to a fake, whose answers never end."""
+
+    def __init__(self, status: int, body: Endless):
+        super().__init__(FakeWorker("small-0", "fake-small"))
+        self._status = status
+        self._body = body
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/v1/chat/completions":
+            return await super().handle_async_request(request)
+        return httpx.Response(self._status, stream=self._body)
+
+
+@pytest.mark.parametrize(
+    ("status", "piece", "every_s", "told_as"),
+    [
+        (500, b" ", 0.05, 504),
+        (500, b" " * 2**21, 0.0, 502),
+        (200, b": still here\n\n", 0.05, 504),
+        (200, b"data: " + b"a" * 2**20, 0.0, 502),
+    ],
+    ids=["error_that_drips", "error_that_floods", "comments_only", "frame_that_floods"],
+)
+async def test_a_reply_without_an_end_is_given_up(status: int, piece: bytes, every_s: float, told_as: int) -> None:
+    body, times = Endless(piece, every_s), {"request_s": 0.5, "decode_reserve_s": 0.1}
+    async with in_process({"small-0": WithoutEnd(status, body)}, deadlines=times) as stack, asyncio.timeout(4):
+        assert (await stack.chat(model="small")).status_code == told_as
+        assert body.num_pieces < 50
 
 
 @pytest.mark.parametrize(("told_us", "is_told"), [("7", "7"), ("nan", "1"), ("inf", "1"), ("-5", "1"), ("1e300", "1")])

@@ -38,13 +38,15 @@ R = TypeVar("R", bound=Reply)
 
 CONNECT_TIMEOUT_S = 2.0
 EVENT, DONE = b"data: ", b"data: [DONE]"
+MAX_FRAME_BYTES = 16 * 2**20  # far more than all tokens of an answer take with their log-probabilities
 
 Chunk = dict[str, Any]
 Fields = Mapping[str, Any]  # of a request, as plain JSON; nulls at the top are left out
 
 
 class WorkerClient:
-    """Calls one worker. `timeout_s` bounds each gap in a reply or a stream; a worker that takes no connection within
+    """Calls one worker. `timeout_s` bounds the wait for a reply's head, then for all of its body, and each gap in a
+    stream; a worker that takes no connection within
     `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is left. `transport` carries the calls in place of
     sockets."""
 
@@ -119,7 +121,7 @@ class WorkerClient:
             raise DeadlineExceeded(f"no time left to call {path}")
         try:
             async with self.asked(method, path, request, timeout_s) as answer:
-                reply = _json(await answer.whole())
+                reply = _json(await answer.whole(timeout_s))
         except WireError as error:
             raise self.failed(error, path, timeout_s) from error
         if answer.status >= 400:
@@ -204,7 +206,7 @@ class Chunks:
         answer = self._answer = await call.__aenter__()
         self._call = call
         if answer.status != 200:
-            raise from_reply(answer.status, _json(await answer.whole()), answer.retry_after)
+            raise from_reply(answer.status, _json(await answer.whole(timeout_s)), answer.retry_after)
         return answer
 
 
@@ -220,6 +222,8 @@ class Frames:
         """The chunks that are complete now, up to an error."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         chunks: list[Chunk] = []
+        if len(self._unfinished) > MAX_FRAME_BYTES:
+            self.error = WorkerUnavailable(f"worker sent a frame of more than {MAX_FRAME_BYTES} bytes")
         for line in lines:
             if self.are_whole or not line.startswith(EVENT):
                 continue

@@ -29,6 +29,7 @@ import httptools
 MAX_IDLE = 64
 IDLE_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
 MAX_UNREAD_BYTES = 256 * 1024  # of one reply; beyond, the worker has to wait for whoever reads it
+MAX_REPLY_BYTES = 64 * 2**20
 CLOSE_S = 2.0  # a transport that does not tell its end is no longer waited for
 TURNS, TURN_S = 5, 0.01  # of the event loop; a connection takes several
 
@@ -66,10 +67,15 @@ class Answer(ABC):
         """What has come of the body since, at least one byte; nothing at its end. By default it waits for the call's
         `timeout_s`."""
 
-    async def whole(self) -> bytes:
-        pieces = []
-        while piece := await self.read():
+    async def whole(self, within_s: float) -> bytes:
+        """All of the body. Raises `Silent` for one that takes longer, however steadily it comes, and `BrokenOff` for
+        one that grows beyond what any reply takes."""
+        until, pieces, num_bytes = time.monotonic() + within_s, [], 0
+        while piece := await self.read(until - time.monotonic()):
             pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > MAX_REPLY_BYTES:
+                raise BrokenOff(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         return b"".join(pieces)
 
 

@@ -87,7 +87,7 @@ async def whole(
     wire: Wire, timeout_s: float = 5.0, path: str = "/x", body: bytes = b"", connect_s: float = 1.0
 ) -> tuple[int, str | None, bytes]:
     async with wire.ask("POST", path, body, timeout_s=timeout_s, connect_s=connect_s) as answer:
-        return answer.status, answer.retry_after, await answer.whole()
+        return answer.status, answer.retry_after, await answer.whole(10.0)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -227,7 +227,7 @@ async def test_who_reads_slowly_makes_the_worker_wait() -> None:
         async with wire.ask("POST", "/x", b"", timeout_s=5, connect_s=1) as answer:
             await asyncio.sleep(0.2)
             assert not is_sent
-            assert len(await answer.whole()) == size
+            assert len(await answer.whole(10.0)) == size
         await until(lambda: is_sent)
 
 
