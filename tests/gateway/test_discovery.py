@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -40,6 +41,8 @@ def beat(**changes: Any) -> Heartbeat:
         (lambda: beat().signed(FAKE_SECRET).replace("http://large-0", "http://evil-0"), False),
         (lambda: "{}", False),
         (lambda: "no JSON", False),
+        (lambda: "[" * 100_000, False),
+        (lambda: json.dumps({"beat": beat().model_dump(), "signature": "\ud800"}), False),
     ],
 )
 def test_only_what_the_cluster_has_signed_lately_counts(signed: Callable[[], str], counts: bool) -> None:
