@@ -40,6 +40,7 @@ class Source:
     make: Callable[[], Settings]
     secrets: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # whose it is to read
     seen: str | None = None  # the digest of what was read last, or of something older
     _held: Mapping[str, str] | None = None  # the secrets as they were first
 
@@ -78,9 +79,11 @@ async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[No
 
 
 async def reload(gateway: Gateway, source: Source) -> str | None:
-    """What cannot be used is told (the problem is returned, too) and counted, and changes nothing."""
+    """What cannot be used is told (the problem is returned, too) and counted, and changes nothing. Reading a long file
+    takes seconds, and holds up no request."""
     try:
-        await gateway.reload(source.read())
+        async with source.turn:  # else an older reading might be the last to be taken up
+            await gateway.reload(await asyncio.to_thread(source.read))
     except KvrelayError as error:
         gateway.metrics.config_reload.labels("rejected").inc()
         log.error("config_rejected", error=error.message, generation=gateway.current.generation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from gateway.errors import SettingsError
 from gateway.reload import Source, following, reload
-from gateway.settings import from_values
+from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
 from tests.gateway.test_process import configured, gateway, workers
@@ -114,6 +115,23 @@ async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: P
         assert set(of(stack).parts.fleet.tiers["large"].workers) == {"large-0", "large-1"}
         told_by_admin = await stack.http.get("/admin/state", headers={"authorization": f"Bearer {KEY}"})
         assert told_by_admin.status_code == 200
+
+
+async def test_reading_holds_up_no_request_and_the_latest_counts(stack: Stack) -> None:
+    may_be_read, policies = threading.Event(), iter([LARGE, SMALL])
+
+    def read() -> Settings:
+        policy = next(policies)
+        assert policy is SMALL or may_be_read.wait(5)
+        return from_values(values(policy=policy))
+
+    source = Source(Path("nowhere"), read)
+    readings = [asyncio.create_task(reload(of(stack), source)) for _ in range(2)]
+    assert told(await stack.chat())["policy"] == "confidence"
+    may_be_read.set()
+    assert await asyncio.gather(*readings) == [None, None]
+    assert told(await stack.chat())["tier"] == "small"
+    assert of(stack).current.generation == 3
 
 
 @pytest.mark.parametrize("error", [SettingsError("policy.name: unknown"), RuntimeError("a bug")])
