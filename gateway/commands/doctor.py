@@ -27,11 +27,12 @@ from typing import Any, Literal
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from gateway.commands import ending, family
+from gateway.commands.config import load_usable, secret_file
 from gateway.commands.files import add_json_option, tell
 from gateway.commands.stack import port_is_free
 from gateway.commands.table import render
 from gateway.errors import SettingsError
-from gateway.settings import Settings, load, read_secret
+from gateway.settings import Settings, read_secret
 from workers.api.addresses import ANY_HOST, http_address, http_url
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, Unauthorized
@@ -120,7 +121,8 @@ def versions(constraints: Path | None) -> Iterator[Finding]:
     if constraints is None:
         yield Finding("versions", "skipped", "no constraints.txt here", "name one with --constraints")
         return
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints.read_text(encoding="utf-8"), re.MULTILINE))
+    lines = constraints.read_text(encoding="utf-8", errors="replace")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", lines, re.MULTILINE))
     have = {name: found for name in pinned if (found := _installed(name)) is not None}
     # A build for other hardware has a local part (2.13.0+cu130): the version before it counts.
     other = [f"{name} {have[name]}, not {pinned[name]}" for name in have if have[name].split("+")[0] != pinned[name]]
@@ -140,8 +142,7 @@ def _installed(name: str) -> str | None:
 
 def configuration(path: Path) -> tuple[Settings | None, Finding]:
     try:
-        settings = load(path)
-        settings.check_bind()
+        settings = load_usable(path)
     except SettingsError as error:
         return None, Finding("configuration", "wrong", error.message, "mend that line; the message says what it allows")
     told = f"{path}: {len(settings.tiers)} tiers, {len(settings.workers)} workers, policy {settings.policy['name']}"
@@ -149,9 +150,7 @@ def configuration(path: Path) -> tuple[Settings | None, Finding]:
 
 
 def cluster_secret(settings: Settings) -> tuple[str | None, Finding]:
-    """Where the configuration names none, the one that `kvrelay up` made."""
-    made = family.home() / "secret"
-    path = settings.secret_file if settings.secret_file.exists() or not made.exists() else made
+    path = secret_file(settings)
     try:
         return read_secret(path), Finding("cluster secret", "ok", str(path))
     except SettingsError as error:

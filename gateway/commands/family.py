@@ -21,6 +21,7 @@ from gateway.commands.stack import StackError, free_ports
 
 DEFAULT_FAMILY = "smol"
 DEFAULT_ENGINE = "transformers"
+ENGINES = (DEFAULT_ENGINE, "vllm")  # a worker's own, which a test compares
 
 
 def home() -> Path:
@@ -73,7 +74,10 @@ def cluster_secret(path: Path) -> Path:
 
 def add_engine_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--engine", default=DEFAULT_ENGINE, help="what the family's large model runs on (default %(default)s)"
+        "--engine",
+        choices=ENGINES,
+        default=DEFAULT_ENGINE,
+        help="what the family's large model runs on (default %(default)s)",
     )
 
 

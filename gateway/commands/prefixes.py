@@ -15,13 +15,14 @@ from statistics import median
 from typing import Any
 
 from gateway.commands import ending
+from gateway.commands.config import secret_file
 from gateway.commands.doctor import ask_workers
 from gateway.commands.files import add_json_option, check_apart, tell
 from gateway.commands.table import render
 from gateway.logs.lines import LogUnusable
 from gateway.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
 from gateway.settings import load, read_secret
-from workers.api.errors import WorkerUnavailable
+from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import WorkerInfo
 
 SHOWN_CHARS = 60
@@ -61,8 +62,8 @@ def _positive(text: str) -> float:
         number = float(text)
     except ValueError:
         number = 0.0
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    if not 1e-3 <= number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0.001 to 1e9")
     return number
 
 
@@ -71,13 +72,18 @@ def measured(config: Path) -> float:
     median. Raises `KvrelayError` where none has."""
     settings = load(config)
     first = settings.tiers[0].name
-    told = asyncio.run(ask_workers(settings, read_secret(settings.secret_file)))
-    infos = [told[name] for name, worker in settings.workers.items() if worker.tier == first]
-    known = [info.rates.prefill_tokens_per_s for info in infos if isinstance(info, WorkerInfo)]
+    told = asyncio.run(ask_workers(settings, read_secret(secret_file(settings))))
+    infos = {name: told[name] for name, worker in settings.workers.items() if worker.tier == first}
+    known = [info.rates.prefill_tokens_per_s for info in infos.values() if isinstance(info, WorkerInfo)]
     rates = [rate for rate in known if rate is not None]
     if not rates:
-        raise WorkerUnavailable(f"no worker of tier {first!r} answers that has measured how fast it reads")
+        why = "; ".join(f"{name}: {_why_unknown(info)}" for name, info in infos.items()) or "the file names none"
+        raise WorkerUnavailable(f"no worker of tier {first!r} tells how fast it reads ({why})")
     return median(rates)
+
+
+def _why_unknown(info: WorkerInfo | KvrelayError) -> str:
+    return info.message if isinstance(info, KvrelayError) else "has read nothing yet"
 
 
 def _told(prompts: Sequence[Prompt], rate: float | None, asked: argparse.Namespace) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.commands import family
+from gateway.commands.config import load_usable
 from gateway.commands.stack import Stack, StackError, port_is_free, stop_on_signals
 from gateway.errors import SettingsError
-from gateway.settings import load, read_secret
 
+DEFAULT_PORT = 8000
 MAX_ENDS, WITHIN_S = 5, 600.0  # of workers; more often, something is wrong with them
 EXAMPLE = (
     '{"model": "auto", "max_tokens": 40, "temperature": 0, '
@@ -24,14 +25,15 @@ EXAMPLE = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvrelay up", description=__doc__)
     parser.add_argument("--config", type=Path, help="a kvrelay.yaml; without one, the embedded family is served")
-    parser.add_argument("--family", default=family.DEFAULT_FAMILY, help="embedded family (default %(default)s)")
+    parser.add_argument("--family", help=f"embedded family (default {family.DEFAULT_FAMILY})")
     family.add_engine_option(parser)
-    parser.add_argument("--port", type=int, default=8000, help="the gateway's port (default %(default)s)")
+    parser.add_argument("--port", type=int, help=f"the gateway's port (default {DEFAULT_PORT})")
     options = parser.parse_args(argv)
+    if options.config and (options.family, options.port) != (None, None):
+        parser.error("--family and --port go with the embedded family; --config names a file that says both itself")
     stop_on_signals()
     try:
-        config = options.config or _embedded(options.family, options.port, options.engine)
-        return _serve(config)
+        return _serve(options.config or _embedded(options))
     except (StackError, SettingsError, OSError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
@@ -40,11 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _embedded(name: str, port: int, engine: str) -> Path:
+def _embedded(options: argparse.Namespace) -> Path:
+    """Its configuration. Raises `OSError` where nothing can be kept, before the models are made."""
+    name, port = options.family or family.DEFAULT_FAMILY, DEFAULT_PORT if options.port is None else options.port
     _check_port(port)
-    folders = family.prepare(name)
     config = family.home() / "run" / str(port) / "kvrelay.yaml"
-    return family.write(family.configuration(name, folders, port=port, engine=engine), config)
+    config.parent.mkdir(parents=True, exist_ok=True)
+    folders = family.prepare(name)
+    return family.write(family.configuration(name, folders, port=port, engine=options.engine), config)
 
 
 def _check_port(port: int) -> None:
@@ -57,7 +62,7 @@ def _check_port(port: int) -> None:
 def _serve(config: Path) -> int:
     secret = family.cluster_secret(family.home() / "secret")
     stack = Stack(config, secret, family.home() / "run")
-    _check_usable(config)
+    load_usable(config)  # what the gateway would only tell once its workers have been started
     print("starting the workers and the gateway", flush=True)
     with stack:
         try:
@@ -67,14 +72,6 @@ def _serve(config: Path) -> int:
         except KeyboardInterrupt:
             print("stopping", flush=True)
             raise
-
-
-def _check_usable(config: Path) -> None:
-    """Raises `SettingsError` for what the gateway would only tell once its workers have been started."""
-    settings = load(config)
-    settings.check_bind()
-    if settings.admin.key_file is not None:
-        read_secret(settings.admin.key_file, "admin.key_file")
 
 
 def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:

@@ -74,6 +74,7 @@ def test_a_stack_that_is_well(tmp_path: Path, stack: dict[str, Any]) -> None:
     [
         ({"policy": {"name": "nonsense"}}, "configuration", "unknown policy 'nonsense'"),
         ({"server": {"host": "0.0.0.0"}}, "configuration", "no tenant has api_keys"),
+        ({"admin": {"key_file": "nowhere"}}, "configuration", "admin.key_file: cannot read"),
         ({"secret_file": "nowhere"}, "cluster secret", "cannot read"),
         ({"registry": {"url": "redis://me:hidden@127.0.0.1:1/0"}}, "registry", "redis://127.0.0.1:1/0"),
         ({"discovery": {"url": "redis://me:hidden@127.0.0.1:1/0"}}, "discovery", "redis://127.0.0.1:1/0"),

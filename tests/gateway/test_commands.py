@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +18,7 @@ from gateway.commands import bench, ending, family, up
 from gateway.commands.demo import _verdict
 from gateway.commands.files import tell
 from gateway.commands.stack import Child, Stack, StackError, free_ports, held_back
+from workers.engines import ENGINES
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
 
@@ -92,14 +93,44 @@ def test_a_second_signal_does_not_break_a_stop_off(tmp_path: Path) -> None:
     assert not left.exists()
 
 
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    """Are afterwards as they were."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_home_that_cannot_be_is_told_before_models_are_made(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVRELAY_HOME", "/dev/null/home")
+    assert up.main(["--port", str(free_ports(1)[0])]) == 1
+    out, complaint = capfd.readouterr()
+    assert out == "" and complaint.startswith("kvrelay up: ") and len(complaint.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--engine", "lvvm"], "invalid choice: 'lvvm' (choose from 'transformers', 'vllm')"),
+        (["--config", "kvrelay.yaml", "--port", "9000"], "--family and --port go with the embedded family"),
+        (["--config", "kvrelay.yaml", "--family", "tiny"], "--family and --port go with the embedded family"),
+    ],
+)
+def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        up.main(arguments)
+    assert says in capsys.readouterr().err
+    assert sorted(family.ENGINES) == sorted(ENGINES)
+
+
+@pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.parametrize("port", [-1, 0, 65_536])
 def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert up.main(["--port", str(port)]) == 1
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    assert up.main(["--port", str(port)]) == 1
     assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
 
 

@@ -95,7 +95,11 @@ def test_spans_that_stay_as_they_are_spoil_nothing(tmp_path: Path) -> None:
     assert reported(tmp_path, [chat(rules, f"{n}?") for rules in (ours, theirs) for n in (1, 2)])["volatile"] == []
 
 
-async def test_rates_come_from_the_workers_that_have_measured_them(tmp_path: Path) -> None:
+async def test_rates_come_from_the_workers_that_have_measured_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the secret that the file names, or else the one that `kvrelay up` made."""
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path / "home"))
     lines = [chat(RULES, "One?"), chat(RULES, "Two?")]
     with workers() as (small, _, section):
         config = str(configured(tmp_path, workers=section))
@@ -103,9 +107,21 @@ async def test_rates_come_from_the_workers_that_have_measured_them(tmp_path: Pat
         measured = await asyncio.to_thread(reported, tmp_path, lines, "--config", config)
         assert measured["prefill_rate"] == 50
         assert measured["saved_prefill_s"] == reported(tmp_path, lines, "--prefill-rate", "50")["saved_prefill_s"]
+        (tmp_path / "home").mkdir()
+        (tmp_path / "secret").rename(tmp_path / "home" / "secret")
+        assert await asyncio.to_thread(reported, tmp_path, lines, "--config", config) == measured
         small.rates = Rates()
         nothing = await asyncio.to_thread(prefixes.main, [str(tmp_path / "log.jsonl"), "--config", config])
         assert nothing == 2
+    assert "tier 'small' tells how fast it reads (small-0: has read nothing yet)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prefill-rate", "--chars-per-token"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e-320", "fast"])
+def test_a_rate_that_is_none(tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prefixes.main([str(tmp_path / "log"), option, value])
+    assert f"argument {option}: {value!r} is no number from 0.001 to 1e9" in capsys.readouterr().err
 
 
 def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
