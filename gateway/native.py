@@ -83,6 +83,8 @@ class Native:
         needed_s = num_tokens / worker.prefill_tokens_per_s + reserve_s
         in_time, fair = self._turn.deadline.less(needed_s), self._turn.deadline.share(CACHED_CHAT_SHARE)
         by = max(in_time, fair, key=lambda deadline: deadline.at)
+        if self._may_be_passed_over:
+            by = by.earlier(self._turn.deadline.share(PLAIN_SHARE))
         # Another worker of the tier can read in full meanwhile; where there is none, that would wait just as long.
         waits = patience(by, [self._course.target, *self._others])
         return await self._answers.open(worker, by, cache_id=cache_id, judged=self._course.is_judged, patience=waits)
@@ -139,13 +141,19 @@ class Native:
     def _plain_by(self) -> Deadline:
         """When a full prefill must have brought a first token. A tier above would have to read it all as well; the
         small model, which has, needs no more than to write."""
-        deadline, course = self._turn.deadline, self._course
+        deadline = self._turn.deadline
         fair = deadline.share(PLAIN_SHARE)
-        if course.is_judged and course.above[-1].is_usable:
+        if self._may_be_passed_over:
             return fair
         if self._small_may_stand_in:
-            return max(deadline.less(course.parts.settings.deadlines.decode_reserve_s), fair, key=lambda by: by.at)
+            reserve_s = self._course.parts.settings.deadlines.decode_reserve_s
+            return max(deadline.less(reserve_s), fair, key=lambda by: by.at)
         return deadline
+
+    @property
+    def _may_be_passed_over(self) -> bool:
+        """A tier above could answer in the target's place."""
+        return self._course.is_judged and self._course.above[-1].is_usable
 
     @property
     def _others(self) -> list[Tier]:

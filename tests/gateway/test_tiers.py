@@ -11,9 +11,11 @@ import pytest
 
 from gateway.errors import SettingsError
 from gateway.settings import from_values
+from gateway.worker import MISSES_UNTIL_DOWN
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
 from workers.api.errors import TransferFailed, WorkerUnavailable
 from workers.api.fake import FakeWorker
+from workers.api.schemas import Rates
 
 POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 3}
 TIERS = [
@@ -95,20 +97,31 @@ async def test_a_middle_tier_that_cannot_answer_is_passed_over() -> None:
         assert (text(reply), told(reply)["tier"]) == (right_answer(stack.large, MESSAGES), "large")
 
 
-@pytest.mark.parametrize(("mid_takes_s", "large_takes_s", "by"), [(60.0, 0.5, "large"), (1.2, None, "mid")])
-async def test_a_slow_middle_tier_has_half_of_the_time_or_all_if_nobody_else_is_there(
-    mid_takes_s: float, large_takes_s: float | None, by: str
-) -> None:
-    async with three(deadlines={"request_s": 2.0, "decode_reserve_s": 0.1}) as (stack, mid):
+SHORT_OF_TIME = {"request_s": 1.6, "decode_reserve_s": 0.1, "transfer_floor_s": 1.0}
+
+
+@pytest.mark.parametrize(("call", "exact"), [("chat", True), ("cached_chat", False)])
+async def test_a_middle_tier_that_stands_still_leaves_time_for_the_one_above(call: str, exact: bool) -> None:
+    async with three(deadlines=SHORT_OF_TIME) as (stack, mid):
         stack.small.logprob = UNSURE
-        mid.delay("chat", mid_takes_s)
-        if large_takes_s is None:
-            stack.large.fail("info", WorkerUnavailable("gone"))
+        mid.rates = Rates(prefill_tokens_per_s=100_000.0)
+        await stack.look()
+        mid.fail("chat", WorkerUnavailable("gone"))
+        mid.delay(call, 60.0)
+        for late in ("chat", "cached_chat"):
+            stack.large.delay(late, 0.4)
+        assert told(await stack.chat(kvrelay={"exact": exact}))["tier"] == "large"
+        assert bool(mid.made("transfer")) is not exact
+
+
+async def test_it_has_all_of_it_where_nobody_else_is_there() -> None:
+    async with three(deadlines=SHORT_OF_TIME) as (stack, mid):
+        stack.small.logprob = UNSURE
+        mid.delay("chat", 1.0)
+        stack.large.fail("info", WorkerUnavailable("gone"))
+        for _ in range(MISSES_UNTIL_DOWN):
             await stack.look()
-            await stack.look()
-        else:
-            stack.large.delay("chat", large_takes_s)
-        assert told(await stack.chat(kvrelay={"exact": True}))["tier"] == by
+        assert told(await stack.chat(kvrelay={"exact": True}))["tier"] == "mid"
 
 
 @pytest.mark.parametrize("skip", ["small", "large", "huge"])
