@@ -6,6 +6,7 @@ It follows the file: a change that can be used is, without a request being lost;
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ def _run(asked: argparse.Namespace, source: Source) -> int:
     try:
         if asked.die_with_parent is not None:
             die_with_parent(asked.die_with_parent)
+        _check_ready_file(asked.ready_file)
         settings = source.read()
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         tracing.start(settings.tracing, "kvrelay-gateway")
@@ -47,6 +49,12 @@ def _run(asked: argparse.Namespace, source: Source) -> int:
     with listener, log_to(sys.stderr.buffer):
         server.Server(app, asked.ready_file).run(sockets=[listener])
     return 0
+
+
+def _check_ready_file(path: Path | None) -> None:
+    """Raises `SettingsError` for one that could not be written once all has been started."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise SettingsError(f"--ready-file: cannot write {path}; it needs a folder that exists and may be written to")
 
 
 @contextmanager

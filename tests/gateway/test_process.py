@@ -206,6 +206,15 @@ def test_a_port_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--port: Input should be less than or equal to 65535, got 70000" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["nowhere/ready.json", "."])
+def test_a_ready_file_that_cannot_be_written_is_named(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = tmp_path / name
+    assert main(["--config", str(configured(tmp_path)), "--port", "0", "--ready-file", str(ready)]) == 2
+    assert f"--ready-file: cannot write {ready}; it needs a folder" in capsys.readouterr().err
+
+
 IMPORT_WITHOUT = """
 import importlib, importlib.abc, pkgutil, sys
 
