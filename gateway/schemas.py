@@ -7,7 +7,7 @@ client sends is dropped, since the tenant's salt is the gateway's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,8 +19,13 @@ from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Mes
 
 R = TypeVar("R", bound="ClientRequest")
 
+# One item that is wrong is told; to find and describe them all would hold up everybody.
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
 MAX_DEPTH = 64
 MAX_VALUES = 32_768  # far more than any conversation takes; checking millions would hold up everybody
+MAX_FIELDS, FIELD_DEPTH = 256, 3  # of one object, as far down as it is known which fields there are
 MAX_NAME_CHARS = 256
 SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -80,8 +85,8 @@ class PrefixRequest(ClientRequest):
 
     target_model: str | None = Field(default=None, min_length=1)
     prefix: str | None = Field(default=None, min_length=1)
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = Field(default=None, min_length=1)
+    tools: Tools | None = None
     stable_messages: int | None = Field(default=None, ge=1)
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
 
@@ -122,7 +127,7 @@ class AskedFor(ClientRequest):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     kvrelay: KvrelayOptions = KvrelayOptions()
@@ -183,8 +188,8 @@ class AskedFor(ClientRequest):
 class ChatCompletionRequest(AskedFor):
     is_chat: ClassVar[bool] = True
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages = Field(min_length=1)
+    tools: Tools | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -314,10 +319,12 @@ def _check_shape(body: dict[str, Any]) -> None:
     """Raises `RequestTooLarge` or `InvalidRequest` for more values, or more levels of them, than are allowed."""
     containers: list[Any] = [body]
     num_values = 0
-    for _ in range(MAX_DEPTH):
+    for depth in range(MAX_DEPTH):
         num_values += sum(map(len, containers))
         if num_values > MAX_VALUES:
             raise RequestTooLarge(f"the body holds more than {MAX_VALUES} values")
+        if depth < FIELD_DEPTH and any(len(one) > MAX_FIELDS for one in containers if isinstance(one, dict)):
+            raise RequestTooLarge(f"an object of the body has more than {MAX_FIELDS} fields")
         containers = [inner for one in containers for inner in _inside(one) if isinstance(inner, (dict, list))]
         if not containers:
             return

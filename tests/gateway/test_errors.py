@@ -7,9 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from tests.gateway.stack import LONG, MESSAGES, Stack, in_process
+from gateway.schemas import ChatCompletionRequest
+from tests.gateway.stack import LONG, MESSAGES, USER, Stack, in_process
 from workers.api.errors import InvalidRequest, Overloaded
 
 ENDLESS = "x" * 10_000
@@ -186,6 +188,36 @@ async def test_a_body_of_countless_values_is_not_looked_through(stack: Stack, fi
     reply = await stack.chat(**field)
     assert (reply.status_code, error_of(reply)["code"]) == (413, "request_too_large")
     assert "more than 32768 values" in error_of(reply)["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{}] * 1000},
+        {"messages": [USER | {"content": [{}] * 1000}]},
+        {"messages": [USER | {"tool_calls": [{}] * 1000}]},
+        {"stop": [1] * 1000},
+        {"tools": [1] * 1000},
+    ],
+    ids=["messages", "parts", "calls", "stop", "tools"],
+)
+def test_of_countless_wrong_items_one_is_looked_at(fields: dict[str, Any]) -> None:
+    """To find them all takes a second of everybody's time."""
+    with pytest.raises(ValidationError) as refused:
+        ChatCompletionRequest.model_validate({"model": "auto", "messages": [USER]} | fields)
+    assert refused.value.error_count() <= 3
+
+
+COUNTLESS = {f"field_{number}": 1 for number in range(1000)}
+
+
+@pytest.mark.parametrize(
+    "fields", [COUNTLESS, {"kvrelay": COUNTLESS}, {"response_format": {"json_schema": COUNTLESS}}], ids=min
+)
+async def test_nor_is_an_object_of_countless_fields(stack: Stack, fields: dict[str, Any]) -> None:
+    reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": [USER]} | fields)
+    assert (reply.status_code, error_of(reply)["code"]) == (413, "request_too_large")
+    assert "more than 256 fields" in error_of(reply)["message"]
 
 
 @pytest.mark.parametrize(
