@@ -234,7 +234,7 @@ def workers(settings: Settings, infos: Mapping[str, WorkerInfo | KvrelayError]) 
             advice = "give it the gateway's secret: the file that KVRELAY_SECRET_FILE names must hold the same line"
             yield Finding(f"worker {name}", "wrong", f"{worker.url}: {info.message}", advice)
         else:
-            advice = f"start it (kvrelay worker --worker {name}), or mend workers.{name}.url"
+            advice = f"start it (kvrelay worker --config FILE --worker {name}), or mend workers.{name}.url"
             yield Finding(f"worker {name}", "warning", f"{worker.url} does not answer: {info.message}", advice)
 
 

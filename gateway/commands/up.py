@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gateway.commands import family
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--family and --port go with the embedded family; --config names a file that says both itself")
     stop_on_signals()
     try:
-        return _serve(options.config or _embedded(options))
+        return _configured(options.config) if options.config else _embedded(options)
     except (StackError, SettingsError, OSError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
@@ -42,14 +44,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _embedded(options: argparse.Namespace) -> Path:
-    """Its configuration. Raises `OSError` where nothing can be kept, before the models are made."""
+def _configured(config: Path) -> int:
+    # What the gateway would only tell once its workers have been started is told first.
+    with _alone(load_usable(config).server.port) as folder:
+        return _serve(config, folder)
+
+
+def _embedded(options: argparse.Namespace) -> int:
+    """Raises `OSError` where nothing can be kept, before the models are made."""
     name, port = options.family or family.DEFAULT_FAMILY, DEFAULT_PORT if options.port is None else options.port
     _check_port(port)
-    config = family.home() / "run" / str(port) / "kvrelay.yaml"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    folders = family.prepare(name)
-    return family.write(family.configuration(name, folders, port=port, engine=options.engine), config)
+    with _alone(port) as folder:
+        configuration = family.configuration(name, family.prepare(name), port=port, engine=options.engine)
+        return _serve(family.write(configuration, folder / "kvrelay.yaml"), folder)
+
+
+@contextmanager
+def _alone(port: int) -> Iterator[Path]:
+    """The folder of the stack with its gateway on this port: of one at a time, as a second one would write over the
+    first one's configuration and logs. Raises `StackError` where there is one, though it may not listen yet."""
+    folder = family.home() / "run" / str(port)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StackError(f"another kvrelay up has port {port}; stop it, or choose another with --port") from None
+        yield folder
 
 
 def _check_port(port: int) -> None:
@@ -59,10 +80,8 @@ def _check_port(port: int) -> None:
         raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
 
 
-def _serve(config: Path) -> int:
-    secret = family.cluster_secret(family.home() / "secret")
-    stack = Stack(config, secret, family.home() / "run")
-    load_usable(config)  # what the gateway would only tell once its workers have been started
+def _serve(config: Path, folder: Path) -> int:
+    stack = Stack(config, family.cluster_secret(family.home() / "secret"), folder)
     print("starting the workers and the gateway", flush=True)
     with stack:
         try:
@@ -86,6 +105,7 @@ def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
         if len(ends) == MAX_ENDS and ends[-1] - ends[0] < WITHIN_S:
             print(f"kvrelay up: workers ended {MAX_ENDS} times within {WITHIN_S:.0f} s; giving up", file=sys.stderr)
             return 1
+        print(f"{ended.name} is started again", file=sys.stderr)
         stack.start_worker(ended.name)
 
 

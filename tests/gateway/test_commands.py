@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -132,6 +133,21 @@ def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys:
 def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert up.main(["--port", str(port)]) == 1
     assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_two_on_one_port_do_not_share_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not even while the first one does not listen yet."""
+    port, folder = free_ports(1)[0], tmp_path / "run"
+    monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
+    (folder / str(port)).mkdir(parents=True)
+    with (folder / str(port) / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert up.main(["--port", str(port), "--family", "tiny"]) == 1
+    assert f"another kvrelay up has port {port}" in capsys.readouterr().err
+    assert [path.name for path in folder.rglob("*")] == [str(port), "lock"]
 
 
 class EndingStack:
