@@ -147,7 +147,7 @@ def _remarks(told: dict[str, Any]) -> Iterator[str]:
         share, count = held_out[goal["of"]], held_out["answers"]
         doubt = 2 * math.sqrt(share * (1 - share) / count)
         yield (
-            f"On what was held out, {goal['of']} are {share:.3f}, not the {goal['share']:g} asked for; "
+            f"On what was held out, the share of {goal['of']} is {share:.3f}, not the {goal['share']:g} asked for; "
             f"{count} answers tell it within {doubt:.3f}."
         )
 
