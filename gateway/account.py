@@ -35,17 +35,19 @@ class Account:
         return verdict
 
     def fell_back(self, reason: str) -> None:
+        """One that fails again for the same reason is one fallback."""
         self._turn.drop_handoff()
-        self._report.path = f"fallback:{reason}"
-        self._metrics.full_prefill_fallback.labels(reason).inc()
-        log.info("fell_back", reason=reason)
+        path = f"fallback:{reason}"
+        if self._report.path != path:
+            self._report.path = path
+            self._metrics.full_prefill_fallback.labels(reason).inc()
+            log.info("fell_back", reason=reason)
 
     def began(self, stream: Stream) -> None:
         usage = stream.answer.kv
         if usage is not None:  # told with the first chunk; a stream's header then says what its body will
             self._report.found(usage, by_small=self._is_by_small(stream))
         self.settled_on(stream)
-        self._metrics.began(self._report, self._turn.overhead_ms)
 
     def settled_on(self, stream: Stream) -> None:
         """This is the answer that is told, unless it breaks off."""
@@ -55,6 +57,10 @@ class Account:
         turn.model = self._course.parts.fleet.tiers[stream.worker.tier].model
         if turn.escalated_at is not None and not self._is_by_small(stream):
             turn.report.handoff_ttft_ms = ((stream.first_at or now) - turn.escalated_at) * 1000
+
+    def told(self) -> None:
+        """Something of the answer is now, or all of it: there will be no other in its place."""
+        self._metrics.began(self._report, self._turn.overhead_ms)
 
     async def timed(self, stream: Stream) -> AsyncIterator[list[Chunk]]:
         """Its chunks as they came, with the time between them measured."""

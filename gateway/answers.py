@@ -124,7 +124,10 @@ class Answers:
 
     @property
     def max_gap_s(self) -> float:
-        """After how long an answer of which nothing comes has stalled, if another can take its place."""
+        """After how long an answer of which nothing comes has stalled, if another can take its place. One that is
+        probed is followed by the answering model's reading of the whole prompt, which is no standstill."""
+        if self._course.turn.request.kvrelay.agreement_probe:
+            return self._course.turn.deadline.remaining_s
         share_s = max(GAP_SHARE * self._course.turn.deadline.remaining_s, GAP_INTERVALS * self.interval_s)
         return min(self._token_gap_s, share_s)
 

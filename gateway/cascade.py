@@ -61,6 +61,7 @@ class Cascade:
         with self._parts.shares.one(self._turn.tenant.name):
             try:
                 stream = await self._begun()
+                self._account.told()
                 async for piece in self._account.timed(stream):
                     yield piece
                 await self._account.ended(stream)
@@ -72,6 +73,7 @@ class Cascade:
         with self._parts.shares.one(self._turn.tenant.name):
             try:
                 stream = await self._read_out(await self._begun())
+                self._account.told()
                 await self._account.ended(stream)
                 return stream.answer
             finally:

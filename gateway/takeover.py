@@ -101,7 +101,7 @@ class Takeover:
         """By the counts and rates at hand."""
         known, target = self._turn.known[self._course.target.name], self._course.target
         worker = target.pick_to_take_over(preferred=known.found[0].entry.worker if known.found else None)
-        rates = Rates(worker.prefill_tokens_per_s, worker.map_tokens_per_s)
+        rates = Rates(_pace(worker, read.worker), worker.map_tokens_per_s)
         remaining_s, settings = self._turn.deadline.remaining_s, self._settings
         return worker, handoff.plan(
             read.num_tokens, known.found, rates, remaining_s, settings.handoff, settings.deadlines
@@ -131,3 +131,10 @@ class Takeover:
         stream = await self.native.from_cache(handed.worker, handed.reply.cache_id, read.num_tokens)
         self._turn.report.path = handed.path
         return stream
+
+
+def _pace(target: Worker, source: Worker) -> float:
+    """Of the target's own reading, in tokens per second: where it was not measured yet, no better than the smaller
+    model's, so that the first handoffs on a slow machine have their time."""
+    paces = [target.prefill_tokens_per_s, *([] if target.knows_its_pace else [source.prefill_tokens_per_s])]
+    return min(paces)

@@ -16,6 +16,7 @@ from gateway.schemas import AskedFor
 from gateway.tenants import Tenant
 from workers.api.schemas import KVUsage, Message, PrefillReply, TransferReply
 
+MAPPED = "mapped:"  # so begins the provenance of what a bundle made
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 
@@ -120,6 +121,8 @@ class Report:
         if may_rename:
             self.found(usage, by_small=by_small)
         self.prefill_ms, self.mapped_tokens = usage.prefill_ms, usage.mapped_tokens
+        if usage.provenance.startswith(MAPPED):  # so too where the cache was mapped for an earlier request
+            self.mapper = usage.provenance.removeprefix(MAPPED)
         self.top1_agreement, self.full_prefill_ms = usage.top1_agreement, usage.full_prefill_ms
         just_read = by_small and self._small_cached is not None
         self.cached_tokens = self._small_cached if just_read else usage.cached_tokens

@@ -124,6 +124,11 @@ class Worker:
         return told or self._prefill_rate or self._times.assumed_prefill_tokens_per_s
 
     @property
+    def knows_its_pace(self) -> bool:
+        """Whether its prefill rate was measured."""
+        return self._prefill_rate is not None or bool(self.info and self.info.rates.prefill_tokens_per_s)
+
+    @property
     def map_tokens_per_s(self) -> float:
         told = self.info.rates.map_tokens_per_s if self.info else None
         return told or self._map_rate or ASSUMED_MAP_SPEEDUP * self.prefill_tokens_per_s

@@ -52,7 +52,7 @@ async def test_a_prefix_is_read_handed_over_and_answered_from(stack: Stack) -> N
     assert (handed["model"], handed["mapper"]) == ("fake-large", "fake-bundle")
     from_large = await ask(stack, handed["cache_id"])
     assert (text(from_large), told(from_large)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
-    assert told(from_large)["mapped_tokens"] > 500
+    assert told(from_large)["mapped_tokens"] > 500 and told(from_large)["mapper"] == "fake-bundle"
     assert "worker" not in read | handed, "where a cache stands is nobody's business"
 
 

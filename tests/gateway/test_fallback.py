@@ -141,6 +141,17 @@ async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
         assert time.monotonic() - started < 2.0
 
 
+async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_model() -> None:
+    """On a slow machine the assumed rate would leave the first handoff too little time."""
+    async with in_process(deadlines={"request_s": 60.0}) as stack:
+        stack.small.rates = Rates(prefill_tokens_per_s=50.0)
+        await stack.look()
+        report = told(await stack.escalate())
+        assert report["path"] == "mapped"
+        handed_over = report["handoff_tokens"]
+        assert stack.large.made("transfer")[0]["deadline_ms"] == pytest.approx(1000 * handed_over / 50, rel=0.05)
+
+
 async def test_the_source_frozen_between_prefill_and_transfer(stack: Stack) -> None:
     """The large worker waits for the frozen one; the deadline it was given ends that."""
     stack.large.rates = Rates(prefill_tokens_per_s=2000.0)

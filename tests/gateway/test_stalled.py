@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from gateway.settings import from_values
 from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told, values
 from workers.api.schemas import Message
 
+PATHS = ("mapped", "fallback")
 REQUEST_S = 5.0
 RATE = {"assumed_prefill_tokens_per_s": 2000.0, "transfer_floor_s": 1.5}  # so that there is time for every way
 DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 2.5, "token_gap_s": 0.4} | RATE
@@ -41,6 +43,8 @@ async def test_the_large_one_over_a_handed_over_cache(stack: Stack) -> None:
     assert text(reply) == right_answer(stack.large, MESSAGES)
     assert told(reply)["path"] == "fallback:large_deadline_exceeded"
     assert len(stack.large.made("chat")) == 1
+    counted = {path: stack.metric("time_to_first_token_seconds_count", tier="large", path=path) for path in PATHS}
+    assert counted == {"mapped": 0, "fallback": 1}, "as the answer that was told, and not the one that stalled"
 
 
 async def test_the_large_one_whatever_it_is_asked(stack: Stack) -> None:
@@ -50,6 +54,7 @@ async def test_the_large_one_whatever_it_is_asked(stack: Stack) -> None:
     reply = await stack.escalate()
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert (told(reply)["tier"], told(reply)["path"]) == ("small", "fallback:large_deadline_exceeded")
+    assert stack.metric("full_prefill_fallback_total", reason="large_deadline_exceeded") == 1
 
 
 async def test_the_large_one_before_its_first_token(stack: Stack) -> None:
@@ -73,13 +78,22 @@ async def test_a_slow_answer_is_no_late_one() -> None:
 @pytest.mark.parametrize("remaining_s", [0.1, 1.0, 60.0])
 @pytest.mark.parametrize("token_gap_s", [0.1, 10.0])
 def test_what_a_worker_may_hold_back_is_no_gap(stream: bool, remaining_s: float, token_gap_s: float) -> None:
-    settings = from_values(values(deadlines={"token_gap_s": token_gap_s}))
-    request = ChatCompletionRequest(model="auto", messages=[Message(**MESSAGES[-1])], stream=stream)
-    turn = SimpleNamespace(request=request, deadline=Deadline.after(remaining_s))
-    answers = Answers(SimpleNamespace(turn=turn, parts=SimpleNamespace(settings=settings)))
+    answers = answers_to({"stream": stream}, remaining_s, token_gap_s)
     assert answers.max_gap_s <= token_gap_s
     assert answers.max_gap_s >= 2 * answers.interval_s
     assert bool(answers.interval_s) is not stream
+
+
+def test_what_a_probe_reads_behind_the_answer_is_no_gap() -> None:
+    answers = answers_to({"kvrelay": {"agreement_probe": 8}}, remaining_s=60.0, token_gap_s=1.0)
+    assert answers.max_gap_s == pytest.approx(60.0, abs=1.0)
+
+
+def answers_to(asked: dict[str, Any], remaining_s: float, token_gap_s: float) -> Answers:
+    settings = from_values(values(deadlines={"token_gap_s": token_gap_s}))
+    request = ChatCompletionRequest.model_validate({"model": "auto", "messages": [Message(**MESSAGES[-1])]} | asked)
+    turn = SimpleNamespace(request=request, deadline=Deadline.after(remaining_s))
+    return Answers(SimpleNamespace(turn=turn, parts=SimpleNamespace(settings=settings)))
 
 
 async def test_a_model_by_name_has_the_whole_deadline() -> None:
