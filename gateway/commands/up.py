@@ -45,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configured(config: Path) -> int:
+    stack = _stack(config)
     # What the gateway would only tell once its workers have been started is told first.
-    with _alone(load_usable(config).server.port) as folder:
-        return _serve(config, folder)
+    with _alone(load_usable(config).server.port) as stack.folder:
+        return _serve(stack)
 
 
 def _embedded(options: argparse.Namespace) -> int:
@@ -56,7 +57,14 @@ def _embedded(options: argparse.Namespace) -> int:
     _check_port(port)
     with _alone(port) as folder:
         configuration = family.configuration(name, family.prepare(name), port=port, engine=options.engine)
-        return _serve(family.write(configuration, folder / "kvrelay.yaml"), folder)
+        stack = _stack(family.write(configuration, folder / "kvrelay.yaml"))
+        stack.folder = folder
+        return _serve(stack)
+
+
+def _stack(config: Path) -> Stack:
+    """Raises `StackError`. Where its logs go is yet to be said."""
+    return Stack(config, family.cluster_secret(family.home() / "secret"), family.home() / "run")
 
 
 @contextmanager
@@ -80,13 +88,12 @@ def _check_port(port: int) -> None:
         raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
 
 
-def _serve(config: Path, folder: Path) -> int:
-    stack = Stack(config, family.cluster_secret(family.home() / "secret"), folder)
+def _serve(stack: Stack) -> int:
     print("starting the workers and the gateway", flush=True)
     with stack:
         try:
             stack.wait_ready(lambda line: print(f"  {line}", flush=True))
-            print(_welcome(stack.url, config), flush=True)
+            print(_welcome(stack.url, stack.config), flush=True)
             return supervise(stack)
         except KeyboardInterrupt:
             print("stopping", flush=True)
