@@ -20,7 +20,7 @@ HALF_A_CHARACTER = rb'{"model": "auto", "messages": [{"role": "user", "content":
 REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "unknown model": ({"model": "gpt-17"}, 404, "model", "gpt-17.*known: auto, small, tiny-small"),
     "a model of another type": ({"model": 7}, 400, "model", "string.*7"),
-    "no model": ({"model": None}, 400, "model", "string"),
+    "no model": ({"model": None}, 400, "model", "required"),
     "no messages": ({"messages": []}, 400, "messages", "at least 1"),
     "messages of another type": ({"messages": "Who?"}, 400, "messages", "list.*Who"),
     "a message that is none": ({"messages": ["Who?"]}, 400, "messages.0", "Who"),

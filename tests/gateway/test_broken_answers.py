@@ -137,8 +137,9 @@ class WithoutEnd(httpx.ASGITransport):
     ids=["error_that_drips", "error_that_floods", "comments_only", "frame_that_floods"],
 )
 async def test_a_reply_without_an_end_is_given_up(status: int, piece: bytes, every_s: float, told_as: int) -> None:
-    body, times = Endless(piece, every_s), {"request_s": 0.5, "decode_reserve_s": 0.1}
-    async with in_process({"small-0": WithoutEnd(status, body)}, deadlines=times) as stack, asyncio.timeout(4):
+    # What floods meets its bound in bytes, on a slow machine too; what drips meets the deadline.
+    body, times = Endless(piece, every_s), {"request_s": 0.5 if told_as == 504 else 15.0, "decode_reserve_s": 0.1}
+    async with in_process({"small-0": WithoutEnd(status, body)}, deadlines=times) as stack, asyncio.timeout(20):
         assert (await stack.chat(model="small")).status_code == told_as
         assert body.num_pieces < 50
 
