@@ -14,9 +14,8 @@ from gateway.prefix import Chain, num_stable
 from gateway.registry import Entry
 from gateway.schemas import AskedFor
 from gateway.tenants import Tenant
-from workers.api.schemas import KVUsage, Message, PrefillReply, TransferReply
+from workers.api.schemas import MAPPED, KVUsage, Message, PrefillReply, TransferReply
 
-MAPPED = "mapped:"  # so begins the provenance of what a bundle made
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is
 
 

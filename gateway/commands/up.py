@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configured(config: Path) -> int:
-    stack = _stack(config)
+    stack = _stack(config, family.home() / "run")
     # What the gateway would only tell once its workers have been started is told first.
     with _alone(load_usable(config).server.port) as stack.folder:
         return _serve(stack)
@@ -57,14 +57,11 @@ def _embedded(options: argparse.Namespace) -> int:
     _check_port(port)
     with _alone(port) as folder:
         configuration = family.configuration(name, family.prepare(name), port=port, engine=options.engine)
-        stack = _stack(family.write(configuration, folder / "kvrelay.yaml"))
-        stack.folder = folder
-        return _serve(stack)
+        return _serve(_stack(family.write(configuration, folder / "kvrelay.yaml"), folder))
 
 
-def _stack(config: Path) -> Stack:
-    """Raises `StackError`. Where its logs go is yet to be said."""
-    return Stack(config, family.cluster_secret(family.home() / "secret"), family.home() / "run")
+def _stack(config: Path, folder: Path) -> Stack:
+    return Stack(config, family.cluster_secret(family.home() / "secret"), folder)
 
 
 @contextmanager

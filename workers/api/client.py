@@ -46,9 +46,8 @@ Fields = Mapping[str, Any]  # of a request, as plain JSON; nulls at the top are 
 
 class WorkerClient:
     """Calls one worker. `timeout_s` bounds the wait for a reply's head, then for all of its body, and each gap in a
-    stream; a worker that takes no connection within
-    `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is left. `transport` carries the calls in place of
-    sockets."""
+    stream; a worker that takes no connection within `CONNECT_TIMEOUT_S` is `WorkerUnavailable`, however much time is
+    left. `transport` carries the calls in place of sockets."""
 
     def __init__(self, url: str, secret: str, *, transport: httpx.AsyncBaseTransport | None = None):
         self.url = url

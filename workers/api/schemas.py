@@ -16,6 +16,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TenantSalt = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
 Count = Annotated[int, Field(ge=0)]
 Provenance = str  # "exact", or "mapped:<bundle id>"
+MAPPED = "mapped:"  # how the provenance of a bundle's caches begins
 FormatType = Literal["text", "json_object", "json_schema"]
 Path = Literal["exact", "mapped", "hybrid", "prefill"]
 

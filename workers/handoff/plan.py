@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mappers.cache import KVGeometry
 from mappers.mapper import Mapper
 from workers.api.errors import BundleUnusable, CacheMismatch, InvalidRequest, TransferFailed
-from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.api.schemas import MAPPED, KVLayout, Ticket, TransferRequest
 from workers.digest import token_digest
 from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.entries import EXACT
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def provenance(self) -> str:
-        return f"mapped:{self.mapper.bundle_id}"
+        return MAPPED + self.mapper.bundle_id
 
     def source_bytes(self, num_tokens: int) -> int:
         """Bytes that so many tokens take in the source's pool."""

@@ -25,7 +25,7 @@ import structlog
 from torch import Tensor
 
 from workers.api.errors import CacheNotFound, InvalidRequest
-from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, KVTransferParams, TransferRequest
+from workers.api.schemas import DEFAULT_NATIVE_TAIL, MAPPED, BundleInfo, KVTransferParams, TransferRequest
 from workers.bundles import Bundles
 from workers.digest import token_digest
 from workers.engines.admission import Claim
@@ -44,7 +44,6 @@ log = structlog.get_logger()
 R = TypeVar("R")
 
 MAX_WAITING = 4  # answers: the oldest gives way, as its cache is the likeliest to be gone
-MAPPED = "mapped:"  # how the provenance of a bundle's caches begins
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mappers.cache import KVGeometry
 from mappers.mapper import Mapper
 from workers.api.errors import CacheMismatch, InvalidRequest, TransferFailed
-from workers.api.schemas import KVLayout, Ticket, TransferRequest
+from workers.api.schemas import MAPPED, KVLayout, Ticket, TransferRequest
 from workers.digest import common_prefix_len
 from workers.engines.base import MIN_LOADED_TOKENS
 from workers.engines.vllm.params import LoadPart, TransferParams
@@ -29,7 +29,7 @@ class Part:
 
     @property
     def provenance(self) -> str:
-        return self.ticket.provenance if self.mapper is None else f"mapped:{self.mapper}"
+        return self.ticket.provenance if self.mapper is None else MAPPED + self.mapper
 
 
 @dataclass(frozen=True)
