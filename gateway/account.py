@@ -10,7 +10,7 @@ import structlog
 from gateway.course import Course
 from gateway.gathered import Chunk
 from gateway.policies import Verdict
-from gateway.worker import Stream
+from gateway.upstream.worker import Stream
 
 log = structlog.get_logger()
 

@@ -7,13 +7,13 @@ from contextlib import AsyncExitStack
 from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Course
-from gateway.deadline import Deadline
-from gateway.fleet import Tier
 from gateway.given_up import Asking
 from gateway.patience import patience
 from gateway.policies import Token
 from gateway.turn import guessed_tokens
-from gateway.worker import Question, Stream, Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Question, Stream, Worker
 from workers.api.errors import KvrelayError
 
 MAX_INTERVAL_S = 0.25

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.deadline import Deadline
 from gateway.gathered import Gathered
 from gateway.policies import Policy
 from gateway.settings import HandoffSettings
 from gateway.turn import Turn
-from gateway.worker import Question
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.worker import Question
 from workers.api.schemas import (
     ESCALATION_PRIORITY,
     Message,

@@ -9,9 +9,7 @@ from typing import Any
 from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Parts
-from gateway.deadline import Deadline
 from gateway.errors import CacheUnknown, NoMapper
-from gateway.fleet import Tier
 from gateway.given_up import Asking
 from gateway.patience import patience
 from gateway.routing import check_may_use
@@ -19,7 +17,9 @@ from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.tenants import Tenant
 from gateway.transfers import counted
 from gateway.turn import Found, guessed_tokens
-from gateway.worker import Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Worker
 from workers.api.errors import BundleUnusable, CacheUnusable, InvalidRequest
 from workers.api.schemas import CacheReply, Message, PrefillReply, PrefillRequest, TransferReply, TransferRequest
 

@@ -22,15 +22,15 @@ import structlog
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
-from gateway.deadline import Deadline
-from gateway.fleet import Tier
 from gateway.gathered import Chunk, Gathered
 from gateway.native import Native
 from gateway.policies import Token, Verdict
 from gateway.reading import Reader
 from gateway.sources import Read
 from gateway.takeover import Takeover
-from gateway.worker import Stream
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Stream
 from workers.api.errors import KvrelayError
 
 log = structlog.get_logger()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from gateway.fleet import Fleet
 from gateway.prefixes import entry_of
 from gateway.registry import Registry
 from gateway.tenants import Tenant
 from gateway.turn import Found
+from gateway.upstream.fleet import Fleet
 from workers.api.schemas import CacheReply
 
 

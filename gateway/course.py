@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from gateway import routing
 from gateway.client_caches import ClientCaches
-from gateway.fleet import Fleet, Tier
-from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.policies import Decision, Policy
 from gateway.prefixes import Prefixes
@@ -16,6 +14,8 @@ from gateway.quotas import Quotas
 from gateway.settings import Settings
 from gateway.tenants import Tenant
 from gateway.turn import Turn
+from gateway.upstream.fleet import Fleet, Tier
+from gateway.upstream.limits import Shares
 from gateway.usage import Usage
 from workers.api import tracing
 

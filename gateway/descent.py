@@ -13,11 +13,11 @@ import structlog
 
 from gateway.answers import Answers
 from gateway.course import Course
-from gateway.deadline import Deadline
 from gateway.handoff import Rates, Transfer, has_bundle
 from gateway.sources import Read
 from gateway.transfers import note_handed, transferred
-from gateway.worker import Stream, Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.worker import Stream, Worker
 from workers.api.errors import KvrelayError
 
 log = structlog.get_logger()

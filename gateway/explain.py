@@ -7,11 +7,11 @@ from typing import Any
 
 from gateway import asks, handoff
 from gateway.course import Course
-from gateway.deadline import Deadline
-from gateway.fleet import Tier
 from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn, has_bundle
 from gateway.turn import Turn
-from gateway.worker import Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Worker
 from workers.api.errors import KvrelayError
 
 TOKENIZE_S = 2.0

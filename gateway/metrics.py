@@ -15,9 +15,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.breaker import State
-from gateway.limits import Gate
 from gateway.turn import Report
+from gateway.upstream.breaker import State
+from gateway.upstream.limits import Gate
 from workers.api.tasks import num_tasks
 
 TTFT_BUCKETS = (

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 from gateway.account import Account
 from gateway.answers import Answers
 from gateway.course import Course
-from gateway.deadline import Deadline
 from gateway.errors import NoUsableWorker
-from gateway.fleet import Tier
 from gateway.patience import patience
 from gateway.turn import Found, Named
-from gateway.worker import Stream, Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Stream, Worker
 from workers.api.errors import (
     CacheMismatch,
     CacheNotFound,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.deadline import Deadline
-from gateway.fleet import Tier
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Tier
 
 SHARE = 0.5  # of the time left; who is let through has the rest for the call
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gateway.fleet import Tier
 from gateway.metrics import Metrics
 from gateway.prefix import Chain
 from gateway.registry import Entry, Registry
 from gateway.tenants import Tenant
 from gateway.turn import Found, Known, Turn
-from gateway.worker import Stream
+from gateway.upstream.fleet import Tier
+from gateway.upstream.worker import Stream
 from workers.api.errors import InvalidRequest
 from workers.api.schemas import CacheReply, KVUsage
 

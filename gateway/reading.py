@@ -6,11 +6,11 @@ from gateway import asks
 from gateway.answers import Answers
 from gateway.audit import cache_access
 from gateway.course import Course
-from gateway.deadline import Deadline
 from gateway.descent import answer_from_above
 from gateway.patience import patience
 from gateway.sources import Read
-from gateway.worker import Stream
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.worker import Stream
 from workers.api.errors import CacheUnusable
 
 

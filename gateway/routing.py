@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from gateway import policies
 from gateway.errors import PermissionDenied
-from gateway.fleet import Fleet, Tier
 from gateway.policies import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.schemas import KvrelayOptions
 from gateway.settings import AUTO
 from gateway.tenants import Tenant
 from gateway.turn import Named, Turn
+from gateway.upstream.fleet import Fleet, Tier
 from workers.api.errors import InvalidRequest
 from workers.api.schemas import ResponseFormat
 

@@ -26,10 +26,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError as SourceError
 
 from gateway import policies
-from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import Policy
 from gateway.shown import shown
+from gateway.upstream.breaker import BreakerSettings
 from workers.api import secret
 from workers.api.addresses import HttpUrl, scheme_of
 from workers.api.durations import Seconds, SecondsOrNone

@@ -19,13 +19,13 @@ import structlog
 from gateway.course import Parts
 from gateway.errors import SettingsError
 from gateway.filing import Filing
-from gateway.fleet import Fleet
-from gateway.limits import Shares
 from gateway.metrics import Metrics
 from gateway.settings import Settings, WorkerSettings, read_secret
 from gateway.tenants import AdminKey, Tenants
+from gateway.upstream.fleet import Fleet
+from gateway.upstream.limits import Shares
+from gateway.upstream.worker import Worker
 from gateway.usage import Usage
-from gateway.worker import Worker
 from workers.api.tasks import end
 
 log = structlog.get_logger()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.turn import Found
-from gateway.worker import Worker
+from gateway.upstream.worker import Worker
 from workers.api.schemas import TransferReply
 
 

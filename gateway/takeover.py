@@ -19,7 +19,7 @@ from gateway.reading import Reader
 from gateway.sources import Handed, Read
 from gateway.transfers import note_handed, transferred
 from gateway.turn import Found
-from gateway.worker import Stream, Worker
+from gateway.upstream.worker import Stream, Worker
 from workers.api.errors import KvrelayError, PrefillCheaper
 
 log = structlog.get_logger()

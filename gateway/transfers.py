@@ -8,12 +8,12 @@ import time
 from gateway import asks
 from gateway.audit import cache_access
 from gateway.course import Course
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
 from gateway.handoff import Transfer
 from gateway.metrics import Metrics
 from gateway.sources import Handed, Read
-from gateway.worker import Worker
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.worker import Worker
 from workers.api.errors import CacheUnusable, KvrelayError
 from workers.api.schemas import TransferReply, TransferRequest
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from gateway.deadline import Deadline
 from gateway.policies import Decision
 from gateway.prefix import Chain, num_stable
 from gateway.registry import Entry
 from gateway.schemas import AskedFor
 from gateway.tenants import Tenant
+from gateway.upstream.deadline import Deadline
 from workers.api.schemas import MAPPED, KVUsage, Message, PrefillReply, TransferReply
 
 BYTES_PER_TOKEN = 4  # of a prompt that is charged for though no worker came to tell how long it is

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from gateway.breaker import Breaker, BreakerSettings, State
+from gateway.upstream.breaker import Breaker, BreakerSettings, State
 
 T = TypeVar("T")
 OnOp = Callable[[str, str], None]

@@ -19,10 +19,10 @@ from starlette.responses import Response
 
 from gateway import reload
 from gateway.errors import NoMapper, NotFound
-from gateway.fleet import Fleet
 from gateway.routes.replies import json_reply, no_such_route
 from gateway.snapshot import Gateway, Snapshot
-from gateway.worker import Worker
+from gateway.upstream.fleet import Fleet
+from gateway.upstream.worker import Worker
 from workers.api.errors import BundleUnusable, InvalidRequest
 
 log = structlog.get_logger()

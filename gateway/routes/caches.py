@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from gateway.cache_calls import CacheCall
 from gateway.connection import HangUp
-from gateway.deadline import Deadline
 from gateway.errors import ClientDisconnected
 from gateway.routes.incoming import take_in
 from gateway.routes.replies import json_reply
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
 from gateway.tenants import Tenant
+from gateway.upstream.deadline import Deadline
 
 router = APIRouter()
 

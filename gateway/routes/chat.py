@@ -11,7 +11,6 @@ from starlette.responses import Response
 from gateway.cascade import Cascade
 from gateway.connection import EventStream, HangUp, Pump
 from gateway.course import choose
-from gateway.deadline import Deadline
 from gateway.errors import ClientDisconnected
 from gateway.explain import explain
 from gateway.replies import completion, frames
@@ -20,6 +19,7 @@ from gateway.routes.replies import json_reply
 from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
 from gateway.turn import Named, Turn
+from gateway.upstream.deadline import Deadline
 
 router = APIRouter()
 

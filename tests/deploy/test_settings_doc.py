@@ -14,10 +14,10 @@ from pydantic.fields import FieldInfo
 
 from deploy.composed import REPOSITORY
 from gateway import settings as gateway
-from gateway.breaker import BreakerSettings
 from gateway.policies import POLICIES
 from gateway.policies.budget import Budget
 from gateway.policies.rules import Condition, Rule
+from gateway.upstream.breaker import BreakerSettings
 from workers import settings as workers
 from workers.api.heartbeat import DiscoverySettings
 from workers.api.tracing import TracingSettings

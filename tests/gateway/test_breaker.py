@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of, until_one_admits
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, RateLimited
+from gateway.upstream.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of, until_one_admits
+from gateway.upstream.deadline import Deadline
 from workers.api.errors import (
     CacheNotFound,
     DeadlineExceeded,

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.breaker import Breaker, State
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
-from gateway.fleet import Fleet
-from gateway.worker import Worker
+from gateway.upstream.breaker import Breaker, State
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.fleet import Fleet
+from gateway.upstream.worker import Worker
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, told, values
 from workers.api.errors import WorkerUnavailable
 from workers.api.fake import FakeWorker

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.deadline import Deadline
 from gateway.errors import RateLimited
-from gateway.limits import Gate, Shares
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.limits import Gate, Shares
 from workers.api.errors import DeadlineExceeded, Overloaded
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.breaker import BreakerSettings
 from gateway.errors import SettingsError
 from gateway.policies import POLICIES
 from gateway.settings import Deadlines, HandoffSettings, from_values, load
+from gateway.upstream.breaker import BreakerSettings
 from tests.gateway.stack import values
 from workers.api.heartbeat import DiscoverySettings
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.answers import Answers
-from gateway.deadline import Deadline
 from gateway.schemas import ChatCompletionRequest
 from gateway.settings import from_values
+from gateway.upstream.deadline import Deadline
 from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told, values
 from workers.api.schemas import Message
 

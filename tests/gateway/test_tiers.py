@@ -11,7 +11,7 @@ import pytest
 
 from gateway.errors import SettingsError
 from gateway.settings import from_values
-from gateway.worker import MISSES_UNTIL_DOWN
+from gateway.upstream.worker import MISSES_UNTIL_DOWN
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
 from workers.api.errors import TransferFailed, WorkerUnavailable
 from workers.api.fake import FakeWorker

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from gateway.deadline import Deadline
 from gateway.errors import RateLimited
+from gateway.upstream.deadline import Deadline
 from workers.api.errors import DeadlineExceeded, Overloaded
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from gateway.breaker import Attempt, Breaker, State, until_one_admits
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, NoUsableWorker
 from gateway.gathered import Chunk, Gathered
-from gateway.limits import Gate
 from gateway.settings import Deadlines
 from gateway.texts import ChatChunks
+from gateway.upstream.breaker import Attempt, Breaker, State, until_one_admits
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.limits import Gate
 from workers.api import tracing
 from workers.api.client import Chunks, WorkerClient
 from workers.api.errors import KvrelayError, WorkerUnavailable

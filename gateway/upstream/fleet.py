@@ -13,13 +13,13 @@ import httpx
 import structlog
 
 from gateway.bell import Bell
-from gateway.breaker import Breaker, State, until_one_admits
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen, NoUsableWorker
-from gateway.limits import Gate
 from gateway.metrics import OTHER, Metrics
 from gateway.settings import AUTO, Settings, TierSettings
-from gateway.worker import Worker
+from gateway.upstream.breaker import Breaker, State, until_one_admits
+from gateway.upstream.deadline import Deadline
+from gateway.upstream.limits import Gate
+from gateway.upstream.worker import Worker
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, ModelNotFound
 from workers.api.schemas import WorkerInfo

@@ -21,8 +21,8 @@ from enum import Enum, IntEnum
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.bell import Bell
-from gateway.deadline import Deadline
 from gateway.errors import CircuitOpen
+from gateway.upstream.deadline import Deadline
 from workers.api.durations import Seconds
 from workers.api.errors import KvrelayError, Overloaded
 

@@ -1,0 +1,1 @@
+"""The life of one request, from its route to the answer."""
