@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.connection import drop_body
 from gateway.errors import HeadersTooLarge, InternalError
-from gateway.routes.replies import CLOSE, error_reply
+from gateway.http.replies import CLOSE, error_reply
 from gateway.settings import Limits
 from gateway.snapshot import Gateway
 from workers.api import tracing

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.errors import HeadersTooLarge
-from gateway.routes.replies import CLOSE, error_reply
+from gateway.http.replies import CLOSE, error_reply
 from gateway.snapshot import Gateway
 from workers.api.errors import InvalidRequest, KvrelayError, RequestTooSlow
 from workers.api.trail import REQUEST_ID_HEADER, new_id

@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.routes.replies import json_reply
+from gateway.http.replies import json_reply
 
 router = APIRouter()
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from gateway import reload
 from gateway.errors import NoMapper, NotFound
-from gateway.routes.replies import json_reply, no_such_route
+from gateway.http.replies import json_reply, no_such_route
 from gateway.snapshot import Gateway, Snapshot
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.worker import Worker

@@ -13,9 +13,9 @@ from gateway.connection import EventStream, HangUp, Pump
 from gateway.course import choose
 from gateway.errors import ClientDisconnected
 from gateway.explain import explain
+from gateway.http.incoming import take_in
+from gateway.http.replies import json_reply
 from gateway.replies import completion, frames
-from gateway.routes.incoming import take_in
-from gateway.routes.replies import json_reply
 from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
 from gateway.turn import Named, Turn

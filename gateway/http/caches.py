@@ -13,8 +13,8 @@ from starlette.responses import Response
 from gateway.cache_calls import CacheCall
 from gateway.connection import HangUp
 from gateway.errors import ClientDisconnected
-from gateway.routes.incoming import take_in
-from gateway.routes.replies import json_reply
+from gateway.http.incoming import take_in
+from gateway.http.replies import json_reply
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
 from gateway.tenants import Tenant

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.routes.replies import on_error
+from gateway.http.replies import on_error
 from workers.api.errors import KvrelayError
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.routes.replies import json_reply
+from gateway.http.replies import json_reply
 from gateway.routing import check_may_use
 from gateway.snapshot import Snapshot
 
