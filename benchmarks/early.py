@@ -28,11 +28,11 @@ from typing import Any
 
 import httpx
 
-from gateway.commands import family, measuring
-from gateway.commands.client import Answer, chat
-from gateway.commands.documents import Documents
-from gateway.commands.files import add_json_option, write_json
-from gateway.commands.table import render
+from tools.commands import family, measuring
+from tools.commands.client import Answer, chat
+from tools.commands.documents import Documents
+from tools.commands.files import add_json_option, write_json
+from tools.commands.table import render
 
 ARMS = ("end", "early")
 QUESTION = "Tell in full what is said about the third entry, and what you make of it."

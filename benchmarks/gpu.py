@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from gateway.commands.files import add_json_option, write_json
-from gateway.commands.machine import commit, machine
-from gateway.commands.table import render
 from mappers.cache import KVCache
 from mappers.manifest import KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
 from mappers.mapper import Mapper, probe_name
 from mappers.plan import weight_name
 from mappers.rope import Rope
 from mappers.speed import timed
+from tools.commands.files import add_json_option, write_json
+from tools.commands.machine import commit, machine
+from tools.commands.table import render
 from workers.api.schemas import KVLayout, Ticket
 from workers.handoff import chunks
 from workers.pool.arena import create_arena, new_epoch

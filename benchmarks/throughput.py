@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from gateway.commands import family, measuring
-from gateway.commands.documents import Documents
-from gateway.commands.files import add_json_option, write_json
-from gateway.commands.table import render
 from mappers.models import load_model, load_tokenizer
+from tools.commands import family, measuring
+from tools.commands.documents import Documents
+from tools.commands.files import add_json_option, write_json
+from tools.commands.table import render
 from workers.api.client import WorkerClient
 from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, WorkerStreamOptions
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.commands import doctor
-from gateway.commands.stack import free_ports
 from gateway.settings import from_values
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import fakes
 from tests.serving import free_socket, serving, url_of
-from workers.api.fake import FAKE_SECRET
-from workers.api.fake.worker import fingerprint
+from tools.commands import doctor
+from tools.commands.stack import free_ports
+from tools.fake_worker import FAKE_SECRET
+from tools.fake_worker.worker import fingerprint
 from workers.api.schemas import BundleInfo
 from workers.settings import WorkerSettings
 

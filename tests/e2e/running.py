@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.commands import family as commands
-from gateway.commands.stack import Child, Stack, free_ports
 from tests.e2e.talks import Talk
+from tools.commands import family as commands
+from tools.commands.stack import Child, Stack, free_ports
 from workers.api.client import WorkerClient
 from workers.families import Family
 

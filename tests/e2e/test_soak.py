@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gateway.soak.client import Exchange
-from gateway.soak.oracle import Oracle
-from gateway.soak.talks import Ask
 from tests.e2e.running import START_S, Cluster, Reply, request
 from tests.e2e.talks import talk
 from tests.e2e.test_up import ROOT
+from tools.soak.client import Exchange
+from tools.soak.oracle import Oracle
+from tools.soak.talks import Ask
 from workers.families import Family
 
 
@@ -46,7 +46,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
     scratch.mkdir()
     arguments = ["soak", "--minutes", "0.1", "--family", "tiny", "--seed", "1", "--json", str(report)]
     ended = subprocess.run(
-        [sys.executable, "-m", "gateway.cli", *arguments],
+        [sys.executable, "-m", "tools.cli", *arguments],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(scratch)},
         capture_output=True,

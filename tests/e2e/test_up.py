@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from gateway.commands import family as commands
 from tests.e2e.running import START_S, Client, eventually, is_alive, segments, settings_of
+from tools.commands import family as commands
 from workers.families import Family
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ class Up:
         self.output, self.errors = home / "output", home / "errors"
         with self.output.open("wb") as output, self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gateway.cli", "up", "--config", str(config)],
+                [sys.executable, "-m", "tools.cli", "up", "--config", str(config)],
                 cwd=ROOT,
                 env=os.environ | {"KVRELAY_HOME": str(home)},
                 stdout=output,
@@ -205,7 +205,7 @@ def test_a_command_with_a_stack_of_its_own_is_stopped(command: str, tmp_path: Pa
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "gateway.cli", command, "--family", "tiny"],
+        [sys.executable, "-m", "tools.cli", command, "--family", "tiny"],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(scratch)},
         stderr=subprocess.PIPE,
@@ -221,7 +221,7 @@ def test_a_command_with_a_stack_of_its_own_is_stopped(command: str, tmp_path: Pa
 
 @pytest.mark.parametrize("command", ["demo", "bench"])
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(command: str, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "gateway.cli", command, "--json", str(tmp_path / "none" / "table.json")]
+    arguments = [sys.executable, "-m", "tools.cli", command, "--json", str(tmp_path / "none" / "table.json")]
     ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert ended.returncode == 2
     assert "there is no folder" in ended.stderr

@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.protocol import Protocol
 from gateway.settings import from_values
 from tests.serving import free_socket, serving, url_of
-from workers.api.fake import FAKE_SECRET, FakeWorker
+from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.schemas import Message
 
 LONG = " ".join(f"word{index}" for index in range(600))

@@ -18,8 +18,8 @@ from gateway.reload import Source
 from gateway.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, told, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
+from tools.fake_worker import FAKE_SECRET
 from workers.api.errors import BundleUnusable, KvrelayError, WorkerUnavailable
-from workers.api.fake import FAKE_SECRET
 
 ADMIN_KEY = "key-of-the-operator"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.replies import DONE, sse
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told
+from tools.fake_worker import FakeWorker
 from workers.api.errors import InvalidRequest, Overloaded
-from workers.api.fake import FakeWorker
 
 Chunk = dict[str, Any]
 

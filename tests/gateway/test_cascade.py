@@ -16,8 +16,8 @@ from tests.gateway.stack import (
     told,
     turn_after,
 )
+from tools.fake_worker import render
 from workers.api.errors import BundleUnusable, HandoffDeclined, KvrelayError, NoTime, PrefillCheaper
-from workers.api.fake import render
 from workers.api.schemas import ESCALATION_PRIORITY, Message, Rates
 
 NUM_TOKENS = len(render([Message.model_validate(message) for message in MESSAGES]))

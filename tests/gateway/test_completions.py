@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from tests.gateway.stack import LONG, Stack, live_stack, told
+from tools.fake_worker import FakeWorker
 from workers.api.errors import TransferFailed
-from workers.api.fake import FakeWorker
 from workers.api.schemas import Message
 
 PROMPT = f"Know this: {LONG}. What comes after word41?"

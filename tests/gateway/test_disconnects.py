@@ -15,7 +15,7 @@ import pytest
 from gateway.connection import HangUp
 from gateway.errors import ClientDisconnected
 from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
-from workers.api.fake import FakeWorker
+from tools.fake_worker import FakeWorker
 
 TCP_ESTABLISHED = 1
 STALLING = {"request_s": 60.0, "client_stall_s": 0.3}

@@ -19,8 +19,8 @@ from gateway.errors import SettingsError
 from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
+from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.board import KEY, Board, RedisError, repeating
-from workers.api.fake import FAKE_SECRET, FakeWorker
 from workers.api.heartbeat import MAX_AGE_S, Heartbeat, Living
 from workers.api.redis_url import with_password
 

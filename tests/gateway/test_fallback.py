@@ -19,6 +19,7 @@ from tests.gateway.stack import (
     turn_after,
     values,
 )
+from tools.fake_worker import FakeWorker
 from workers.api.errors import (
     BundleUnusable,
     CacheMismatch,
@@ -32,7 +33,6 @@ from workers.api.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from workers.api.fake import FakeWorker
 from workers.api.schemas import Rates
 
 DEADLINES = {"request_s": 4.0, "decode_reserve_s": 0.5, "small_share": 0.25, "assumed_prefill_tokens_per_s": 500.0}

@@ -18,8 +18,8 @@ from gateway.upstream.deadline import Deadline
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.worker import Worker
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, told, values
+from tools.fake_worker import FakeWorker
 from workers.api.errors import WorkerUnavailable
-from workers.api.fake import FakeWorker
 
 OPEN_S = 0.15
 TRIAL_S = 0.1

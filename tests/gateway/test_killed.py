@@ -19,13 +19,13 @@ from gateway.app import create_app
 from gateway.settings import from_values
 from tests.gateway.stack import MESSAGES, Stack, fakes, right_answer, text, told, values
 from tests.serving import free_socket, serving, url_of
-from workers.api.fake import FAKE_SECRET
+from tools.fake_worker import FAKE_SECRET
 
 ROOT = Path(__file__).parents[2]
 REQUEST_S = 3.0
 SERVE = """
 import sys, uvicorn
-from workers.api.fake import FakeWorker
+from tools.fake_worker import FakeWorker
 worker = FakeWorker("small-0", "fake-small")
 worker.delay("prefill", float(sys.argv[2]))
 uvicorn.run(worker, port=int(sys.argv[1]), log_config=None)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.gateway.stack import MESSAGES, eventually, live_stack, right_answer
+from tools.fake_worker import FakeWorker
 from workers.api.errors import Overloaded
-from workers.api.fake import FakeWorker
 
 SUITE = Path(__file__).parent / "js"
 KEYS = {"default": "key-of-default", "limited": "key-of-limited"}

@@ -12,7 +12,7 @@ import pytest
 from gateway.errors import NoUsableWorker
 from gateway.upstream.fleet import AFFINITY_SLACK, Tier
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
-from workers.api.fake import FakeWorker
+from tools.fake_worker import FakeWorker
 
 
 @asynccontextmanager

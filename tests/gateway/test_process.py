@@ -24,7 +24,7 @@ from gateway.server import Server
 from gateway.settings import from_values
 from tests.gateway.stack import MESSAGES, eventually, fakes, right_answer, text, values
 from tests.serving import free_socket, serving, url_of
-from workers.api.fake import FAKE_SECRET, FakeWorker
+from tools.fake_worker import FAKE_SECRET, FakeWorker
 
 ROOT = Path(__file__).parents[2]
 

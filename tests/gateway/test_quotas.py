@@ -22,7 +22,7 @@ from gateway.settings import RegistrySettings, from_values
 from gateway.tenants import Tenant
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, told, values
-from workers.api.fake import render
+from tools.fake_worker import render
 from workers.api.schemas import Message
 
 

@@ -20,7 +20,7 @@ from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
 from tests.gateway.test_process import configured, gateway, workers
-from workers.api.fake import FAKE_SECRET
+from tools.fake_worker import FAKE_SECRET
 
 KEY = "of sixteen and more characters"
 SMALL, LARGE = ({"name": "fixed", "tier": tier} for tier in ("small", "large"))

@@ -13,8 +13,8 @@ from gateway.errors import SettingsError
 from gateway.settings import from_values
 from gateway.upstream.worker import MISSES_UNTIL_DOWN
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from tools.fake_worker import FakeWorker
 from workers.api.errors import TransferFailed, WorkerUnavailable
-from workers.api.fake import FakeWorker
 from workers.api.schemas import Rates
 
 POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 3}

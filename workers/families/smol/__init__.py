@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mappers.fingerprint import default_cache_folder, file_digest
 from workers.families import Family, Say
 from workers.families.corpora import sharegpt
 from workers.families.derived import is_made, make, recipe_fingerprint
 from workers.families.sources import SMOLLM2, drop, fetch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HERE = Path(__file__).parent
 ADAPTERS = HERE / "adapters.safetensors"
@@ -80,8 +84,6 @@ def merge(teacher: Path, adapters: Path, folder: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from workers.training.lowrank import load_deltas
-
     deltas, metadata = load_deltas(adapters)
     kept = [int(layer) for layer in metadata["kept"].split(",")]
     tensors = {}
@@ -101,3 +103,16 @@ def merge(teacher: Path, adapters: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in COPIED_FILES:
         shutil.copy(teacher / name, folder / name)
+
+
+def load_deltas(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the change of each linear map's weight, `B A` in float32, and the file's metadata."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        names = {key.rsplit(".", 1)[0] for key in file.keys()}
+        deltas = {
+            name: (file.get_tensor(f"{name}.B").double() @ file.get_tensor(f"{name}.A").double()).float()
+            for name in sorted(names)
+        }
+        return deltas, dict(file.metadata() or {})
