@@ -20,8 +20,8 @@ from gateway import server
 from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.log_lines import log_to
-from gateway.reload import Source
 from gateway.settings import ServerSettings, Settings, load, read_secret
+from gateway.state.reload import Source
 from workers.api import tracing
 from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
 

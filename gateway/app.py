@@ -15,15 +15,15 @@ import httpx
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from gateway.discovery import discovering
 from gateway.document import document
 from gateway.http import admin, caches, chat, health, models
 from gateway.http.direct import Direct
 from gateway.http.replies import install_error_replies
 from gateway.middleware import Bounds, Trace
-from gateway.reload import Source, following
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from gateway.state.discovery import discovering
+from gateway.state.reload import Source, following
 
 
 class Application(FastAPI):

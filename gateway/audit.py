@@ -6,7 +6,7 @@ from typing import Literal
 
 import structlog
 
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 
 Access = Literal["written", "read", "transferred"]
 

@@ -14,7 +14,7 @@ from gateway.given_up import Asking
 from gateway.patience import patience
 from gateway.routing import check_may_use
 from gateway.schemas import HandoffRequest, PrefixRequest
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 from gateway.transfers import counted
 from gateway.turn import Found, guessed_tokens
 from gateway.upstream.deadline import Deadline

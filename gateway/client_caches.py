@@ -10,8 +10,8 @@ import hashlib
 import hmac
 
 from gateway.prefixes import entry_of
-from gateway.registry import Registry
-from gateway.tenants import Tenant
+from gateway.state.registry import Registry
+from gateway.state.tenants import Tenant
 from gateway.turn import Found
 from gateway.upstream.fleet import Fleet
 from workers.api.schemas import CacheReply

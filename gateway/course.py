@@ -10,9 +10,9 @@ from gateway.client_caches import ClientCaches
 from gateway.metrics import Metrics
 from gateway.policies import Decision, Policy
 from gateway.prefixes import Prefixes
-from gateway.quotas import Quotas
 from gateway.settings import Settings
-from gateway.tenants import Tenant
+from gateway.state.quotas import Quotas
+from gateway.state.tenants import Tenant
 from gateway.turn import Turn
 from gateway.upstream.fleet import Fleet, Tier
 from gateway.upstream.limits import Shares

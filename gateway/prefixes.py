@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from gateway.metrics import Metrics
 from gateway.prefix import Chain
-from gateway.registry import Entry, Registry
-from gateway.tenants import Tenant
+from gateway.state.registry import Entry, Registry
+from gateway.state.tenants import Tenant
 from gateway.turn import Found, Known, Turn
 from gateway.upstream.fleet import Tier
 from gateway.upstream.worker import Stream

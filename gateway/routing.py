@@ -10,7 +10,7 @@ from gateway.policies import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.schemas import KvrelayOptions
 from gateway.settings import AUTO
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 from gateway.turn import Named, Turn
 from gateway.upstream.fleet import Fleet, Tier
 from workers.api.errors import InvalidRequest

@@ -22,9 +22,9 @@ from fastapi import FastAPI
 
 from gateway.errors import SettingsError
 from gateway.protocol import Protocol
-from gateway.reload import Source
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from gateway.state.reload import Source
 from workers.api.addresses import family_of, http_url
 from workers.api.ready import tell_ready
 

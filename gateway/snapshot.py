@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import httpx
 import structlog
 
+from gateway.client_caches import ClientCaches
 from gateway.course import Parts
 from gateway.errors import SettingsError
-from gateway.filing import Filing
 from gateway.metrics import Metrics
-from gateway.settings import Settings, WorkerSettings, read_secret
-from gateway.tenants import AdminKey, Tenants
+from gateway.prefixes import Prefixes
+from gateway.settings import RegistrySettings, Settings, WorkerSettings, read_secret
+from gateway.state import registry
+from gateway.state.quotas import Quotas
+from gateway.state.registry import Registry
+from gateway.state.tenants import AdminKey, Tenants
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.limits import Shares
 from gateway.upstream.worker import Worker
@@ -32,6 +37,37 @@ log = structlog.get_logger()
 
 STOP_S = 2.0  # at the end no request is left, and so nothing to wait for
 FIXED = ("server", "secret_file", "tracing", "discovery")  # what a running process cannot change
+
+
+@dataclass(frozen=True)
+class Filing:
+    """All that outlives a request: prefixes, clients' caches, and counts.
+
+    Kept in this process, or in the Redis at `url` (password included).
+    """
+
+    settings: RegistrySettings
+    url: str
+    registry: Registry
+    prefixes: Prefixes
+    caches: ClientCaches
+    quotas: Quotas
+
+    @classmethod
+    def at(cls, settings: RegistrySettings, metrics: Metrics) -> Filing:
+        """Raises `SettingsError` for a password's file that cannot be used."""
+        url = settings.full_url  # before it is connected to: a later one is seen as a change
+        filed = registry.connect(settings, metrics.registry_op)
+        return cls(settings, url, filed, Prefixes(filed, metrics), ClientCaches(filed), Quotas(filed.redis))
+
+    def is_at(self, settings: RegistrySettings) -> bool:
+        """Whether they lead to the same place: not with another password, though it stand in the same file. Raises
+        `SettingsError`."""
+        return settings == self.settings and settings.full_url == self.url
+
+    async def aclose(self) -> None:
+        await self.quotas.aclose()
+        await self.registry.aclose()
 
 
 class Snapshot:

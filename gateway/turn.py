@@ -10,9 +10,9 @@ from typing import Any
 
 from gateway.policies import Decision
 from gateway.prefix import Chain, num_stable
-from gateway.registry import Entry
 from gateway.schemas import AskedFor
-from gateway.tenants import Tenant
+from gateway.state.registry import Entry
+from gateway.state.tenants import Tenant
 from gateway.upstream.deadline import Deadline
 from workers.api.schemas import MAPPED, KVUsage, Message, PrefillReply, TransferReply
 

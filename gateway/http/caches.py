@@ -17,7 +17,7 @@ from gateway.http.incoming import take_in
 from gateway.http.replies import json_reply
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 from gateway.upstream.deadline import Deadline
 
 router = APIRouter()

@@ -12,7 +12,7 @@ from gateway.connection import read_body, read_whole
 from gateway.errors import ClientDisconnected
 from gateway.schemas import R, parse
 from gateway.snapshot import Snapshot
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from gateway.language import LANGUAGES, language_of
 from gateway.policies.base import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.policies.confidence import Confidence
+from gateway.policies.language import LANGUAGES, language_of
 
 SEARCHED_CHARS = 20_000  # of the last user message: a slow expression meets no endless text
 

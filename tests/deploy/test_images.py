@@ -21,7 +21,7 @@ WITHOUT_TORCH = """
 import sys
 for name in ("torch", "transformers", "mappers", "numpy"):
     sys.modules[name] = None
-import gateway.__main__, tools.cli, gateway.registry.redis, tools.commands.up
+import gateway.__main__, tools.cli, gateway.state.redis, tools.commands.up
 assert gateway.__file__.startswith(sys.argv[1]), gateway.__file__
 """
 

@@ -14,8 +14,8 @@ import yaml
 from gateway import settings
 from gateway.app import create_app
 from gateway.errors import SettingsError
-from gateway.reload import Source
-from gateway.tenants import key_hash
+from gateway.state.reload import Source
+from gateway.state.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, told, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
 from tools.fake_worker import FAKE_SECRET

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.handoff import Plan, Prefill, Rates, Transfer, UseOwn, plan
-from gateway.registry import Entry
 from gateway.settings import Deadlines, HandoffSettings
+from gateway.state.registry import Entry
 from gateway.turn import Found
 
 RATES = Rates(prefill=1000.0, map=20_000.0)

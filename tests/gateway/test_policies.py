@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.language import language_of
 from gateway.policies import POLICIES, Asked, Policy, Token, build
+from gateway.policies.language import language_of
 from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, right_answer, text, told
 
 TIERS = ["small", "large"]

@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 
 from gateway.errors import RateLimited, SettingsError
 from gateway.policies.budget import Budget
-from gateway.quotas import TOKENS, Quotas
-from gateway.registry import connect
 from gateway.settings import RegistrySettings, from_values
-from gateway.tenants import Tenant
+from gateway.state.quotas import TOKENS, Quotas
+from gateway.state.registry import connect
+from gateway.state.tenants import Tenant
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, told, values
 from tools.fake_worker import render

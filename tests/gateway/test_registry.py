@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from gateway import registry
-from gateway.registry import Entry, Registry
-from gateway.registry.guard import Guard
-from gateway.registry.guarded import GuardedRedis
-from gateway.registry.redis import PREFIX, RedisRegistry
 from gateway.settings import RegistrySettings
+from gateway.state import registry
+from gateway.state.redis import PREFIX, Guard, GuardedRedis, RedisRegistry
+from gateway.state.registry import Entry, Registry
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told
 

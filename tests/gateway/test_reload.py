@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from gateway.errors import SettingsError
-from gateway.reload import Source, following, reload
 from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
+from gateway.state.reload import Source, following, reload
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
 from tests.gateway.test_process import configured, gateway, workers
 from tools.fake_worker import FAKE_SECRET

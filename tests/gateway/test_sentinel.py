@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import SettingsError
-from gateway.registry import connect
-from gateway.registry.guarded import GuardedRedis
-from gateway.registry.redis import RedisRegistry
 from gateway.settings import from_values
+from gateway.state.redis import GuardedRedis, RedisRegistry
+from gateway.state.registry import connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
 from workers.api.redis_pool import MAX_CONNECTIONS

@@ -107,7 +107,7 @@ async def plant(stack: Stack, **changes: str) -> None:
     """Changes what Redis holds of the small model's caches of tenant default."""
     import redis.asyncio
 
-    from gateway.registry.redis import PREFIX, WRITTEN
+    from gateway.state.redis import PREFIX, WRITTEN
 
     async with redis.asyncio.from_url(stack.app.state.gateway.settings.registry.url) as raw:
         for name in await raw.keys(f"{PREFIX}*"):

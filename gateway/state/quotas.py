@@ -20,12 +20,12 @@ from limits.aio.strategies import FixedWindowRateLimiter
 
 from gateway.errors import RateLimited
 from gateway.policies.budget import Budget
-from gateway.tenants import Tenant
+from gateway.state.tenants import Tenant
 
 if TYPE_CHECKING:
     from limits.aio.storage import Storage
 
-    from gateway.registry.guarded import GuardedRedis
+    from gateway.state.redis import GuardedRedis
 
 PREFIX = "kvrelay:quota"
 REQUESTS, TOKENS, BUDGET, EVERYONE = "requests", "tokens", "budget", "*"
