@@ -28,11 +28,9 @@ from typing import Any
 
 import httpx
 
-from tools.commands import family, measuring
-from tools.commands.client import Answer, chat
-from tools.commands.documents import Documents
-from tools.commands.files import add_json_option, write_json
-from tools.commands.table import render
+from tools import family, measuring
+from tools.client import Documents, TimedAnswer, chat
+from tools.output import add_json_option, render, write_json
 
 ARMS = ("end", "early")
 QUESTION = "Tell in full what is said about the third entry, and what you make of it."
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     parser.add_argument("--lengths", type=measuring.lengths, default=[512, 1024])
-    parser.add_argument("--repeats", type=measuring.repeats, default=5)
+    parser.add_argument("--repeats", type=measuring.count, default=5)
     parser.add_argument("--threshold", type=float, default=-0.02, help="mean log-probability below which is escalated")
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
@@ -118,12 +116,12 @@ def _measured(
             print(f"  {length} tokens, repeat {repeat + 1}/{repeats}", flush=True)
 
 
-def _ask(http: httpx.Client, document: str) -> Answer:
+def _ask(http: httpx.Client, document: str) -> TimedAnswer:
     messages = [{"role": "system", "content": document}, {"role": "user", "content": QUESTION}]
     return chat(http, messages, max_tokens=ANSWER_TOKENS)
 
 
-def _row(arm: str, length: int, repeat: int, answer: Answer) -> Row:
+def _row(arm: str, length: int, repeat: int, answer: TimedAnswer) -> Row:
     told = answer.kvrelay
     tier, path, early = str(told["tier"]), str(told["path"]), bool(told["early_handoff"])
     return Row(arm, length, repeat, tier, path, early, answer.ttft_ms, told.get("handoff_ttft_ms"))

@@ -32,9 +32,8 @@ from mappers.mapper import Mapper, probe_name
 from mappers.plan import weight_name
 from mappers.rope import Rope
 from mappers.speed import timed
-from tools.commands.files import add_json_option, write_json
-from tools.commands.machine import commit, machine
-from tools.commands.table import render
+from tools.measuring import commit, machine
+from tools.output import add_json_option, render, write_json
 from workers.api.schemas import KVLayout, Ticket
 from workers.handoff import chunks
 from workers.pool.arena import create_arena, new_epoch

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from mappers.models import load_model, load_tokenizer
-from tools.commands import family, measuring
-from tools.commands.documents import Documents
-from tools.commands.files import add_json_option, write_json
-from tools.commands.table import render
+from tools import family, measuring
+from tools.client import Documents
+from tools.output import add_json_option, render, write_json
 from workers.api.client import WorkerClient
 from workers.api.schemas import ChatRequest, KVTransferParams, Message, Prompt, WorkerStreamOptions
 
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chats", type=measuring.counts, default=[1, 4], help="at once (default 1,4)")
     parser.add_argument("--length", type=measuring.length, default=256, help="tokens of a prompt, about (%(default)s)")
     parser.add_argument("--tokens", type=measuring.count, default=64, help="of an answer, at most (%(default)s)")
-    parser.add_argument("--repeats", type=measuring.repeats, default=3)
+    parser.add_argument("--repeats", type=measuring.count, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
     return measuring.run("throughput", lambda: _throughput(options))

@@ -17,9 +17,8 @@ from benchmarks.gateways.measure import Measured, Row, Sizes, measure, soak
 from benchmarks.gateways.peers import PEERS, ROOT, Peer, new_key
 from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
 from benchmarks.gateways.stub import MODEL
-from tools.commands.files import add_json_option, write_json
-from tools.commands.machine import commit, machine
-from tools.commands.table import render
+from tools.measuring import commit, machine
+from tools.output import add_json_option, render, write_json
 
 ADDED = ("added p50 ms", "added p99 ms")
 HEAD = ("gateway", "cpu ms", "req/s", *ADDED, "streams", "dropped", "RSS MiB", "after", "requests")

@@ -45,10 +45,10 @@ def test_a_family_that_is_not_there_ends_with_status_2() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--chats", "1,x", "1,x: needed are whole numbers of at least 1, parted by commas"),
-        ("--chats", "0", "0: needed are whole numbers of at least 1, parted by commas"),
-        ("--length", "3", "3: a length is a whole number of at least 64 tokens"),
-        ("--tokens", "-1", "-1: needed is a whole number of at least 1"),
+        ("--chats", "1,x", "'1,x': must be comma-separated integers of at least 1"),
+        ("--chats", "0", "'0': must be comma-separated integers of at least 1"),
+        ("--length", "3", "'3': must be an integer of at least 64"),
+        ("--tokens", "-1", "'-1': must be an integer of at least 1"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(

@@ -17,9 +17,9 @@ from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import fakes
 from tests.serving import free_socket, serving, url_of
 from tools.commands import doctor
-from tools.commands.stack import free_ports
 from tools.fake_worker import FAKE_SECRET
 from tools.fake_worker.worker import fingerprint
+from tools.stack import free_ports
 from workers.api.schemas import BundleInfo
 from workers.settings import WorkerSettings
 

@@ -15,8 +15,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.talks import Talk
-from tools.commands import family as commands
-from tools.commands.stack import Child, Stack, free_ports
+from tools import family as commands
+from tools.stack import Child, Stack, free_ports
 from workers.api.client import WorkerClient
 from workers.families import Family
 
@@ -141,7 +141,7 @@ class Cluster:
             with Client(url) as client:
                 yield client
         finally:
-            child.ask_to_stop()
+            child.terminate()
             child.wait_or_kill(time.monotonic() + START_S)
         assert child.process.returncode == 0, child.log_tail()
 

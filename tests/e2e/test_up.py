@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.running import START_S, Client, eventually, is_alive, segments, settings_of
-from tools.commands import family as commands
+from tools import family as commands
 from workers.families import Family
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_a_port_that_is_taken(alone: dict[str, Any], tmp_path: Path, port: Calla
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"workers": {}}, "names no workers; needed is workers"),
+        ({"workers": {}}, "names no workers; expected workers"),
         ({"workers": {"lost": {"tier": "small"}}}, "workers.lost needs a url"),
         ({"workers": {"lost": {"url": "http://127.0.0.1:99999"}}}, "workers.lost needs a url"),
         ({"server": 8000}, "server"),

@@ -15,10 +15,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from tools.commands import bench, ending, family, up
-from tools.commands.demo import _verdict
-from tools.commands.files import tell
-from tools.commands.stack import Child, Stack, StackError, free_ports, held_back
+from tools import family
+from tools.commands import bench, up
+from tools.commands.demo import verdict
+from tools.output import run_command, write_results
+from tools.stack import Child, Stack, StackError, deferred_signals, free_ports
 from workers.engines import ENGINES
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
@@ -39,7 +40,7 @@ GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "f
 def test_the_demos_verdict(
     turns: list[dict[str, Any]], status: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _verdict(turns) == status
+    assert verdict(turns) == status
     assert says in capsys.readouterr().err
 
 
@@ -69,7 +70,7 @@ def test_a_signal_waits_until_a_child_is_noted() -> None:
     came: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))
     try:
-        with held_back():
+        with deferred_signals():
             signal.raise_signal(signal.SIGTERM)
             came.append("noted")
     finally:
@@ -81,7 +82,7 @@ def test_a_second_signal_does_not_break_a_stop_off(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.yaml"
     config.write_text(yaml.safe_dump({"workers": {"twice": {"url": "http://127.0.0.1:1"}}}))
     stack = Stack(config, tmp_path / "secret", tmp_path)
-    impatient = SimpleNamespace(ask_to_stop=lambda: None, wait_or_kill=lambda _: signal.raise_signal(signal.SIGINT))
+    impatient = SimpleNamespace(terminate=lambda: None, wait_or_kill=lambda _: signal.raise_signal(signal.SIGINT))
     stack.workers["twice"] = cast(Child, impatient)
     left = Path(f"/dev/shm/kvrelay-{os.getuid()}-twice-{os.getpid()}")
     left.touch()
@@ -159,7 +160,7 @@ class EndingStack:
         status = SimpleNamespace(returncode=1)
         self.gateway, self._worker = (SimpleNamespace(name=name, log="its.log", process=status) for name in "gw")
 
-    def wait_for_an_end(self) -> SimpleNamespace:
+    def wait_for_exit(self) -> SimpleNamespace:
         at_s = next(self._at_s, None)
         if at_s is None:
             return self.gateway
@@ -190,7 +191,7 @@ def interrupted() -> int:
 
 
 def out_of_space() -> int:
-    tell("the report", Path("/dev/full"), {})
+    write_results("the report", Path("/dev/full"), {})
     return 0
 
 
@@ -205,7 +206,7 @@ def out_of_space() -> int:
 def test_how_a_command_ends(
     work: Callable[[], int], status: int, printed: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ending.run("kvrelay x", work) == status
+    assert run_command("kvrelay x", work) == status
     assert capsys.readouterr() == (printed, complaint)
 
 
@@ -228,9 +229,9 @@ def test_a_log_comes_by_a_pipe_and_a_report_that_nobody_reads_is_no_failure(tmp_
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--repeats", "0"], "0: repeats are a whole number"),
-        (["--lengths", ","], ",: lengths are whole numbers of at least 64 tokens"),
-        (["--json", "/"], "/ is a folder; a file is needed"),
+        (["--repeats", "0"], "'0': must be an integer of at least 1"),
+        (["--lengths", ","], "',': must be comma-separated integers of at least 64"),
+        (["--json", "/"], "/ is a folder; expected a file"),
     ],
 )
 def test_options_that_a_bench_cannot_use(

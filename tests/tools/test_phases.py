@@ -6,24 +6,31 @@ from typing import Any
 
 import pytest
 
-from tools.commands.phases import Look, Split, between, look_at, summary, table
+from tools.commands.bench import (
+    HandoffTimes,
+    TransferTotals,
+    handoff_summary,
+    handoff_table,
+    handoff_times,
+    transfer_totals,
+)
 from workers.api.schemas import TRANSFER_PHASES
 from workers.metrics import WorkerMetrics
 
 TOLD: dict[str, Any] = {"handoff_ttft_ms": 500.0, "prefill_ms": 120.0, "bytes": 3 * 2**20}
 
 
-def handed_over(metrics: WorkerMetrics, map_s: float) -> Look:
+def handed_over(metrics: WorkerMetrics, map_s: float) -> TransferTotals:
     for phase in TRANSFER_PHASES:
         metrics.transfer_phase_seconds.labels(phase).observe(map_s if phase == "map" else 0.01)
     metrics.transfer_seconds.observe(map_s + 0.1)
     metrics.transfer_scratch.set(2**20)
-    return look_at(metrics.expose().decode())
+    return transfer_totals(metrics.expose().decode())
 
 
-def split(metrics: WorkerMetrics, map_s: float, **changes: Any) -> Split:
-    before = look_at(metrics.expose().decode())
-    found = between(before, handed_over(metrics, map_s), 512, False, TOLD | changes)
+def split(metrics: WorkerMetrics, map_s: float, **changes: Any) -> HandoffTimes:
+    before = transfer_totals(metrics.expose().decode())
+    found = handoff_times(before, handed_over(metrics, map_s), 512, False, TOLD | changes)
     assert found is not None
     return found
 
@@ -39,19 +46,19 @@ def test_a_split_is_what_came_between_two_looks() -> None:
 
 def test_a_turn_without_one_handoff_of_its_own_has_no_split() -> None:
     metrics = WorkerMetrics()
-    before = look_at(metrics.expose().decode())
-    assert between(before, before, 512, False, TOLD) is None
+    before = transfer_totals(metrics.expose().decode())
+    assert handoff_times(before, before, 512, False, TOLD) is None
     after = handed_over(metrics, 0.3)
-    assert between(before, after, 512, False, {"handoff_ttft_ms": None}) is None
-    assert between(before, handed_over(metrics, 0.3), 512, False, TOLD) is None  # two: whose is whose?
+    assert handoff_times(before, after, 512, False, {"handoff_ttft_ms": None}) is None
+    assert handoff_times(before, handed_over(metrics, 0.3), 512, False, TOLD) is None  # two: whose is whose?
 
 
 def test_medians_and_the_share_that_is_not_mapping() -> None:
     metrics = WorkerMetrics()
-    (row,) = summary([split(metrics, map_s) for map_s in (0.1, 0.3, 9.0)])
+    (row,) = handoff_summary([split(metrics, map_s) for map_s in (0.1, 0.3, 9.0)])
     assert (row["length"], row["warm"]) == (512, False)
     assert row["phases_ms"]["map"] == pytest.approx(300.0)
     assert row["not_map"] == pytest.approx(0.25)
     assert row["rest_ms"] == pytest.approx(500 - 400 - 120)
-    assert "25%" in table([row]) and "goal: not map <= 15%" in table([row])
-    assert table([]) == "no turn was handed over"
+    assert "25%" in handoff_table([row]) and "goal: not map <= 15%" in handoff_table([row])
+    assert handoff_table([]) == "no turn was handed over"

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tools.commands import soak as command
-from tools.commands.stack import StackError
 from tools.soak.client import Exchange
 from tools.soak.faults import Faults, Span, plan
 from tools.soak.judge import FRESH_TOKENS, SLACK_S, judge
@@ -25,6 +24,7 @@ from tools.soak.report import Report
 from tools.soak.run import until_time_is_up
 from tools.soak.samples import BOUNDS, MEASURES, Sample, look_at, slopes
 from tools.soak.talks import Ask, Writer
+from tools.stack import StackError
 
 REQUEST_S = 30.0
 CANARIES = {"kumonasovi", "tabafegozi"}

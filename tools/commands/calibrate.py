@@ -16,12 +16,10 @@ from typing import Any
 import yaml
 
 from gateway.policies import POLICIES, build
-from tools.commands import ending
-from tools.commands.files import add_json_option, check_apart, new_file, tell, write_text
-from tools.commands.table import render
 from tools.logs.calibration import Goal, Isotonic, Judged, Outcome, halves, read_answers
 from tools.logs.lines import LogUnusable
 from tools.logs.plot import steps
+from tools.output import add_json_option, check_distinct, new_file, render, run_command, write_results, write_text
 
 DEFAULT_COST = 0.2
 ALWAYS = {"name": "always_escalate"}
@@ -32,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a log that cannot be used."""
     parser = _arguments()
     asked = parser.parse_args(argv)
-    check_apart(parser, asked.log, asked.json, asked.plot)
-    return ending.run("kvrelay calibrate", lambda: _calibrate(asked), LogUnusable)
+    check_distinct(parser, asked.log, asked.json, asked.plot)
+    return run_command("kvrelay calibrate", lambda: _calibrate(asked), LogUnusable)
 
 
 def _calibrate(asked: argparse.Namespace) -> int:
@@ -43,7 +41,7 @@ def _calibrate(asked: argparse.Namespace) -> int:
     goal = _goal(asked)
     threshold = goal.threshold(fit)
     told = _told(asked, goal, threshold, fit, held_out)
-    tell(_report(told), asked.json, told)
+    write_results(_report(told), asked.json, told)
     if asked.plot:
         write_text(asked.plot, steps(Isotonic.fit(fit), threshold))
     return 0

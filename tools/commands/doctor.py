@@ -28,11 +28,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from gateway.errors import SettingsError
 from gateway.settings import Settings, read_secret
-from tools.commands import ending, family
-from tools.commands.config import load_usable, secret_file
-from tools.commands.files import add_json_option, tell
-from tools.commands.stack import port_is_free
-from tools.commands.table import render
+from tools import family
+from tools.family import load_usable, secret_file
+from tools.output import add_json_option, render, run_command, write_results
+from tools.stack import port_is_free
 from workers.api.addresses import ANY_HOST, http_address, http_url
 from workers.api.client import WorkerClient
 from workers.api.errors import KvrelayError, Unauthorized
@@ -79,14 +78,15 @@ def main(argv: Sequence[str] | None = None, *, probe: Probe | None = None) -> in
     parser.add_argument("--constraints", type=Path, help="default: constraints.txt beside the source, if there is one")
     add_json_option(parser, "the findings")
     options = parser.parse_args(argv)
-    return ending.run("kvrelay doctor", lambda: _doctor(options, probe or probe_gpus))
+    return run_command("kvrelay doctor", lambda: _doctor(options, probe or probe_gpus))
 
 
 def _doctor(options: argparse.Namespace, probe: Probe) -> int:
     config, constraints = options.config or _nearest_config(), options.constraints or _nearest_constraints()
     findings = list(examine(config, constraints, probe))
     wrong = any(finding.status == "wrong" for finding in findings)
-    tell(_told(findings), options.json, {"ok": not wrong, "findings": [asdict(finding) for finding in findings]})
+    content = {"ok": not wrong, "findings": [asdict(finding) for finding in findings]}
+    write_results(_told(findings), options.json, content)
     return int(wrong)
 
 

@@ -15,13 +15,11 @@ from statistics import median
 from typing import Any
 
 from gateway.settings import load, read_secret
-from tools.commands import ending
-from tools.commands.config import secret_file
 from tools.commands.doctor import ask_workers
-from tools.commands.files import add_json_option, check_apart, tell
-from tools.commands.table import render
+from tools.family import secret_file
 from tools.logs.lines import LogUnusable
 from tools.logs.traffic import BUCKETS, Prompt, Sharing, read_prompts, sharing, spoilers
+from tools.output import add_json_option, check_distinct, render, run_command, write_results
 from workers.api.errors import KvrelayError, WorkerUnavailable
 from workers.api.schemas import WorkerInfo
 
@@ -33,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a log that cannot be used."""
     parser = _arguments()
     asked = parser.parse_args(argv)
-    check_apart(parser, asked.log, asked.json)
-    return ending.run("kvrelay prefixes", lambda: _prefixes(asked), LogUnusable)
+    check_distinct(parser, asked.log, asked.json)
+    return run_command("kvrelay prefixes", lambda: _prefixes(asked), LogUnusable)
 
 
 def _prefixes(asked: argparse.Namespace) -> int:
     prompts = read_prompts(asked.log)
     rate = asked.prefill_rate if asked.config is None else measured(asked.config)
     told = _told(prompts, rate, asked)
-    tell(_report(told), asked.json, told)
+    write_results(_report(told), asked.json, told)
     return 0
 
 

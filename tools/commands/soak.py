@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.commands import family, measuring
-from tools.commands.files import add_json_option, tell
+from tools import family, measuring
+from tools.output import add_json_option, write_results
 from tools.soak.run import Asked, soak
 from tools.soak.settings import scale_of
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _soak(asked: Asked, file: Path | None) -> int:
     print(f"seed {asked.seed}", flush=True)
     report = soak(asked, lambda line: print(f"  {line}", flush=True))
-    tell(report.table(), file, report.as_json())
+    write_results(report.table(), file, report.as_json())
     if report.was_stopped:
         print("stopped", file=sys.stderr)
         return 130

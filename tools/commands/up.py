@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gateway.errors import SettingsError
-from tools.commands import family
-from tools.commands.config import load_usable
-from tools.commands.stack import Stack, StackError, port_is_free, stop_on_signals
+from tools import family
+from tools.family import load_usable
+from tools.stack import Stack, StackError, port_is_free, stop_on_signals
 
 DEFAULT_PORT = 8000
 MAX_ENDS, WITHIN_S = 5, 600.0  # of workers; more often, something is wrong with them
@@ -101,7 +101,7 @@ def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
     """Start a worker again when it ends by itself; give up when the gateway does, or when it happens too often."""
     ends: deque[float] = deque(maxlen=MAX_ENDS)
     while True:
-        ended = stack.wait_for_an_end()
+        ended = stack.wait_for_exit()
         ends.append(now())
         print(f"{ended.name} ended with status {ended.process.returncode}; its log is {ended.log}", file=sys.stderr)
         if ended is stack.gateway:

@@ -10,8 +10,8 @@ from types import TracebackType
 
 import orjson
 
-from tools.commands.stack import StackError
 from tools.soak.client import Exchange
+from tools.stack import StackError
 
 LINE_LIMIT = 2**24  # bytes
 

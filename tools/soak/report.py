@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.commands.table import render
+from tools.output import render
 from tools.soak.faults import Faults
 from tools.soak.load import Seen
 from tools.soak.samples import BOUNDS, Sample, Slope, slopes

@@ -18,8 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-from tools.commands import family
-from tools.commands.stack import STOPPING, Say, Stack, free_ports, stop_on_signals
+from tools import family
 from tools.soak.faults import Faults, Victim
 from tools.soak.load import Seen, Tenant
 from tools.soak.oracle import Oracle
@@ -29,6 +28,7 @@ from tools.soak.store import Redis
 from tools.soak.talks import Writer
 from tools.soak.victims import WorkerVictim
 from tools.soak.watch import Watch
+from tools.stack import STOP_SIGNALS, Say, Stack, free_ports, stop_on_signals
 
 PROGRESS_S = 15.0
 START_S = 300.0  # of a stack, with all else that this machine may do
@@ -74,7 +74,7 @@ class Soak:
         stopped = asyncio.Event()
         async with AsyncExitStack() as opened:
             oracle = await opened.enter_async_context(Oracle(folders, threads=self.asked.scale.threads))
-            for number in STOPPING:
+            for number in STOP_SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, stopped.set)
             tenants = [await opened.enter_async_context(tenant) for tenant in self._tenants(oracle)]
             asking = [tenant.run() for tenant in tenants for _ in range(self.asked.scale.num_at_once)]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.commands import family
-from tools.commands.stack import free_ports
+from tools import family
+from tools.stack import free_ports
 
 TENANTS = ("default", "ashwood", "birch")
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tools.commands.stack import held_back
+from tools.stack import deferred_signals
 from workers.api.parent import die_with_parent
 
 
@@ -54,7 +54,7 @@ class Redis:
         self._start()
 
     def _start(self) -> None:
-        with held_back():
+        with deferred_signals():
             self._process = subprocess.Popen(
                 self._command,
                 stdout=subprocess.DEVNULL,

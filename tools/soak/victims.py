@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tools.commands.stack import Child, Stack, segments
+from tools.stack import Child, Stack, segments
 
 
 class WorkerVictim:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from tools.commands.stack import Child, Stack
 from tools.soak.samples import Sample, look_at
 from tools.soak.victims import WorkerVictim
+from tools.stack import Child, Stack
 
 SAMPLE_S = 1.0
 PROBE_S = 0.5

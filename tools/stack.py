@@ -1,11 +1,11 @@
-"""A whole stack as child processes: the workers of a config file, and the gateway before them.
+"""A stack as child processes: the workers of a configuration file and the gateway before them.
 
-    with Stack(config, secret_file) as stack:
+    with Stack(config, secret_file, folder) as stack:
         stack.wait_ready(say)
         ...                         # stack.url answers
 
-Leaving the block stops every part, and removes what a killed worker left in shared memory. Children are told to die
-with this process, so that not even SIGKILL leaves one behind.
+Leaving the block stops every process and removes the shared memory of killed workers. Children die with this process,
+so that not even SIGKILL leaves one behind.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ Say = Callable[[str], None]
 STOP_GRACE_S = 10.0
 START_S = 300.0  # vLLM takes longest
 POLL_S = 0.1
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROBE_TIMEOUT_S = 1.0
-# Workers of one machine have as many threads each as it has cores. By default a thread of GNU OpenMP that waits for
-# another spins for milliseconds, on the core that the other one needs; so it spins for less than one and then sleeps.
+# Each worker has as many threads as the machine has cores. A waiting GNU OpenMP thread spins for milliseconds by
+# default, on a core that another worker needs. This makes it sleep after less than one.
 SHARED_CORES = {"GOMP_SPINCOUNT": "30000"}
 
 
 class StackError(RuntimeError):
-    """A part of the stack did not start; the message names it and shows the end of its log."""
+    """A process of the stack did not start; the message names it and shows the end of its log."""
+
+
+# Ports and signals
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on just now."""
+    """Return ports of 127.0.0.1 that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -59,7 +62,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether nobody listens there. An address that is no good for another reason is its server's to complain about."""
+    """Return whether the port is unused. An address that is invalid for another reason counts as free: its server
+    reports the error."""
     with closing(socket.socket(family_of(host))) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,39 +74,35 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def stop_on_signals() -> None:
-    """SIGINT and SIGTERM raise `KeyboardInterrupt`, so that whatever is open is closed. A shell starts a job in the
-    background with SIGINT ignored; this undoes that too."""
-    for number in STOPPING:
-        signal.signal(number, _interrupt)
+    """Raise `KeyboardInterrupt` on SIGINT and SIGTERM, so that open contexts are closed. A shell starts background jobs
+    with SIGINT ignored; this undoes that too."""
 
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for the end of the block: one between a child's start and its being noted would leave it
-    running. Threads other than the main one get no signals."""
+def deferred_signals() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM to the end of the block. A signal between starting a child and recording it would leave
+    the child running. Threads other than the main one receive no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPPING}
+    pending: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: pending.append(number)) for number in STOP_SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
+    if pending:
+        signal.raise_signal(pending[0])
 
 
-def rotate(logs: Sequence[Path]) -> None:
-    """Each log begins anew; that of the run before is kept as `NAME.log.1`, and no older one."""
-    for log in logs:
-        if log.exists():
-            log.replace(log.with_name(f"{log.name}.1"))
+# Processes
 
 
 class Child:
@@ -131,9 +131,9 @@ class Child:
         return self.process.poll() is not None
 
     def is_ready(self) -> bool:
-        """Whether it takes calls; a gateway, whether it has a worker in every tier."""
+        """Return whether it accepts calls; for a gateway, whether every tier has a usable worker."""
         address = urlsplit(self.url)
-        # Not by httpx, whose first call imports much: an interrupt in the midst of that costs the exit status.
+        # Not httpx, whose first call imports much: an interrupt in the middle of that costs the exit status.
         with closing(HTTPConnection(address.hostname or "", address.port, timeout=PROBE_TIMEOUT_S)) as connection:
             try:
                 connection.request("GET", "/readyz")
@@ -145,29 +145,31 @@ class Child:
     def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def ask_to_stop(self) -> None:
+    def terminate(self) -> None:
+        """Ask it to stop, even while frozen."""
         if not self.ended:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
 
-    def wait_or_kill(self, until: float) -> None:
+    def wait_or_kill(self, deadline: float) -> None:
+        """Wait until `deadline` (monotonic), then kill it."""
         try:
-            self.process.wait(max(0.0, until - time.monotonic()))
+            self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
 
 class Stack:
-    """Starts what `config` (a kvrelay.yaml) describes. Logs go to `folder`. Raises `StackError` for a file that does
-    not say which workers there are, and where."""
+    """Starts the processes of `config`, a kvrelay.yaml. Logs go to `folder`. Raises `StackError` for a file without
+    workers or without their addresses."""
 
     def __init__(self, config: Path, secret_file: Path, folder: Path):
         self.config = config
         self.folder = folder
         self._settings = _read(config)
-        told = {"KVRELAY_SECRET_FILE": str(secret_file.resolve()), "PYTHONUNBUFFERED": "1"}
-        self._environment = SHARED_CORES | os.environ | told
+        own = {"KVRELAY_SECRET_FILE": str(secret_file.resolve()), "PYTHONUNBUFFERED": "1"}
+        self._environment = SHARED_CORES | os.environ | own
         self.workers: dict[str, Child] = {}
         self.gateway: Child | None = None
 
@@ -181,14 +183,16 @@ class Stack:
         return [*([self.gateway] if self.gateway else []), *self.workers.values()]
 
     def __enter__(self) -> Stack:
-        """Raises `StackError` where an address is taken: whoever listens there would be taken for ours."""
+        """Start every process. Raises `StackError` if an address is taken: its owner would be mistaken for ours."""
         self._check_addresses()
         self.folder.mkdir(parents=True, exist_ok=True)
-        rotate([self._log_of(name) for name in (*self._settings["workers"], "gateway")])
+        for name in (*self._settings["workers"], "gateway"):  # keep the log of the previous run, and no older one
+            if (log := self._log_of(name)).exists():
+                log.replace(log.with_name(f"{log.name}.1"))
         try:
             for worker_id in self._settings["workers"]:
                 self.start_worker(worker_id)
-            with held_back():
+            with deferred_signals():
                 self.gateway = self._child("gateway", ["gateway", "--config", str(self.config)], self.url)
         except BaseException:
             self.stop()
@@ -201,13 +205,13 @@ class Stack:
         self.stop()
 
     def stop(self) -> None:
-        """Within the grace all have ended, and left nothing; a second signal does not break that off."""
-        until = time.monotonic() + STOP_GRACE_S
-        with held_back():
+        """Stop every process within the grace period and remove what they left. A second signal does not abort it."""
+        deadline = time.monotonic() + STOP_GRACE_S
+        with deferred_signals():
             for child in self.children:
-                child.ask_to_stop()
+                child.terminate()
             for child in self.children:
-                child.wait_or_kill(until)
+                child.wait_or_kill(deadline)
             for worker in self.workers:
                 remove_segments(worker)
 
@@ -215,15 +219,15 @@ class Stack:
         """Start one worker, or start it again after it ended."""
         arguments = ["workers", "--config", str(self.config), "--worker", worker_id]
         url = self._settings["workers"][worker_id]["url"]
-        with held_back():
+        with deferred_signals():
             self.workers[worker_id] = self._child(worker_id, arguments, url)
         return self.workers[worker_id]
 
     def wait_ready(self, say: Say, timeout_s: float = START_S) -> None:
-        """Until every part takes calls, and the gateway has seen every tier. Raises `StackError` for a part that ends
+        """Wait until every process accepts calls and the gateway has found every tier. Raises `StackError` if one ends
         or takes too long."""
         waiting = [*self.workers.values(), *([self.gateway] if self.gateway else [])]
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while waiting:
             for child in list(waiting):
                 if child.ended:
@@ -232,13 +236,13 @@ class Stack:
                 if child.is_ready():
                     waiting.remove(child)
                     say(f"{child.name} is ready")
-            if waiting and time.monotonic() > until:
+            if waiting and time.monotonic() > deadline:
                 names = ", ".join(child.name for child in waiting)
                 raise StackError(f"not ready after {timeout_s:.0f} s: {names}; logs are in {self.folder}")
             time.sleep(POLL_S)
 
-    def wait_for_an_end(self) -> Child:
-        """Block until some part ends by itself; that part."""
+    def wait_for_exit(self) -> Child:
+        """Block until a process ends by itself, and return it."""
         while True:
             for child in self.children:
                 if child.ended:
@@ -250,7 +254,7 @@ class Stack:
         for name, url in (urls | {"gateway": self.url}).items():
             host, port = urlsplit(url).hostname or "127.0.0.1", urlsplit(url).port or 80
             if not port_is_free(port, host):
-                raise StackError(f"port {port} of {host} is taken; {name} is to listen there ({self.config})")
+                raise StackError(f"port {port} of {host} is taken; {name} needs it ({self.config})")
 
     def _child(self, name: str, arguments: list[str], url: str) -> Child:
         arguments = [*arguments, "--die-with-parent", str(os.getpid())]
@@ -261,16 +265,16 @@ class Stack:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """What a stack needs of the file; the processes that it starts check the rest."""
+    """Read and check what the stack needs of the file; its processes check the rest. Raises `StackError`."""
     try:
         content: Any = read_yaml(config)
     except YamlUnusable as error:
         raise StackError(str(error)) from error
     if not isinstance(content, dict) or not isinstance(content.get("server", {}), dict):
-        raise StackError(f"{config} must hold a mapping with tiers, workers and, if need be, server: {{host, port}}")
+        raise StackError(f"{config} must be a mapping with tiers, workers and optionally server: {{host, port}}")
     workers = content.get("workers")
     if not isinstance(workers, dict) or not workers:
-        raise StackError(f"{config} names no workers; needed is workers: {{small-0: {{tier, model, url}}, ...}}")
+        raise StackError(f"{config} names no workers; expected workers: {{small-0: {{tier, model, url}}, ...}}")
     for name, worker in workers.items():
         if not isinstance(worker, dict) or not _is_address(worker.get("url")):
             raise StackError(f"{config}: workers.{name} needs a url like http://127.0.0.1:8101")
@@ -284,14 +288,17 @@ def _is_address(url: Any) -> bool:
         return False
 
 
+# Shared memory
+
+
 def segments(worker_id: str) -> list[Path]:
-    """What workers of that name have in shared memory, or had when they were killed."""
+    """Return the shared memory segments of workers with this name, running or killed."""
     return list(Path("/dev/shm").glob(f"kvrelay-{os.getuid()}-{worker_id}-*"))
 
 
 def remove_segments(worker_id: str) -> None:
-    """Unlink what a worker that was killed left in shared memory; not what a worker of that name in another stack has
-    there, which holds a lock on it for as long as it lives."""
+    """Unlink the segments of killed workers. A running worker of the same name in another stack holds a lock on its
+    own, which are kept."""
     for path in segments(worker_id):
         try:
             with path.open("rb") as segment:
