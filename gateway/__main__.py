@@ -23,7 +23,7 @@ from gateway.log_lines import log_to
 from gateway.settings import ServerSettings, Settings, load, read_secret
 from gateway.state.reload import Source
 from workers.api import tracing
-from workers.api.parent import CannotFollow, add_parent_option, die_with_parent
+from workers.api.process import ParentWatchError, add_parent_option, die_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _run(asked: argparse.Namespace, source: Source) -> int:
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         tracing.start(settings.tracing, "kvrelay-gateway")
         listener = server.bind(settings)
-    except (SettingsError, CannotFollow, tracing.CannotTrace) as error:
+    except (SettingsError, ParentWatchError, tracing.CannotTrace) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
     with listener, log_to(sys.stderr.buffer):

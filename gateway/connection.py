@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientDisconnected
 from workers.api.errors import RequestTooSlow
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class Pump:
         return item
 
     async def aclose(self) -> None:
-        await end(self._task)
+        await cancel_and_wait(self._task)
 
     async def _run(self, items: AsyncGenerator[bytes, None]) -> None:
         failure: Exception | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from gateway.metrics import Metrics
 from gateway.sources import Handed
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 
 class EarlyHandoff:
@@ -37,6 +37,6 @@ class EarlyHandoff:
         self._task.cancel()
 
     async def aclose(self) -> None:
-        await end(self._task)
+        await cancel_and_wait(self._task)
         if not self._is_used:
             self._metrics.early_handoffs.labels("dropped").inc()

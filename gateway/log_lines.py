@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import orjson
 import structlog
 
-from workers.api.trail import Forwarding, add_request_id
+from workers.api.logs import LibraryLogHandler, add_request_id
 
 OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
@@ -21,7 +21,7 @@ OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 @contextmanager
 def log_to(file: BinaryIO) -> Iterator[None]:
     """All of structlog's lines go there, and what libraries log; at the end of the block every one is written."""
-    lines, libraries = Lines(file), Forwarding()
+    lines, libraries = Lines(file), LibraryLogHandler()
     structlog.configure(
         wrapper_class=LineLogger,  # type: ignore[arg-type]  # nothing is ever bound
         logger_factory=lambda *names: lines,

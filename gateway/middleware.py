@@ -19,7 +19,7 @@ from gateway.settings import Limits
 from gateway.snapshot import Gateway
 from workers.api import tracing
 from workers.api.errors import KvrelayError, RequestTooLarge
-from workers.api.trail import REQUEST_ID_HEADER, loggable, taken_up
+from workers.api.logs import REQUEST_ID_HEADER, adopt_request_id, exception_fields
 
 UNTOLD = 499  # until a response starts: the status of one that nobody waited for
 NAMED = REQUEST_ID_HEADER.encode()
@@ -47,7 +47,7 @@ class Trace:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state |= {"request_id": taken_up(scope["headers"]), "arrived_at": time.monotonic(), "status": UNTOLD}
+        state |= {"request_id": adopt_request_id(scope["headers"]), "arrived_at": time.monotonic(), "status": UNTOLD}
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -63,7 +63,7 @@ class Trace:
                 state["snapshot"] = snapshot
                 await self._app(scope, receive, sending)
         except Exception as error:
-            log.error("internal_error", **loggable(error))
+            log.error("internal_error", **exception_fields(error))
             if state["status"] == UNTOLD:
                 await error_reply(InternalError("internal error"), CLOSE)(scope, receive, sending)
         finally:

@@ -28,7 +28,7 @@ from gateway.errors import HeadersTooLarge
 from gateway.http.replies import CLOSE, error_reply
 from gateway.snapshot import Gateway
 from workers.api.errors import InvalidRequest, KvrelayError, RequestTooSlow
-from workers.api.trail import REQUEST_ID_HEADER, new_id
+from workers.api.logs import REQUEST_ID_HEADER, new_request_id
 
 UPGRADE = re.compile(rb"\r\nupgrade(?=[ \t]*:)", re.IGNORECASE)
 AT_ONCE = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
@@ -212,7 +212,7 @@ def _without_upgrade(data: bytes) -> bytes:
 
 def _refusal(error: KvrelayError) -> bytes:
     """The reply, as it goes over the wire."""
-    reply = error_reply(error, CLOSE | {REQUEST_ID_HEADER: new_id()})
+    reply = error_reply(error, CLOSE | {REQUEST_ID_HEADER: new_request_id()})
     headers = b"".join(b"%b: %b\r\n" % header for header in reply.raw_headers)
     phrase = HTTPStatus(error.status).phrase.encode()
     return b"HTTP/1.1 %d %b\r\n%b\r\n" % (error.status, phrase, headers) + bytes(reply.body)

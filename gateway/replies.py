@@ -15,7 +15,7 @@ from gateway.gathered import Chunk, Gathered
 from gateway.texts import as_text_logprobs
 from gateway.turn import Turn
 from workers.api.errors import KvrelayError
-from workers.api.trail import loggable, new_id
+from workers.api.logs import exception_fields, new_request_id
 
 log = structlog.get_logger()
 
@@ -132,7 +132,7 @@ def _told(turn: Turn, error: Exception) -> KvrelayError:
     if isinstance(error, KvrelayError):
         log.info("stream_broke_off", code=error.code)
         return error
-    log.error("internal_error", **loggable(error))
+    log.error("internal_error", **exception_fields(error))
     return errors.InternalError("internal error")
 
 
@@ -144,7 +144,8 @@ def _last(turn: Turn, finish: list[Body], usage: Body | None) -> list[Chunk]:
 
 
 def _head(turn: Turn, shape: ChatShape, kind: str) -> Body:
-    return {"id": f"{shape.id_prefix}-{new_id()}", "object": kind, "created": int(time.time()), "model": turn.model}
+    answer_id = f"{shape.id_prefix}-{new_request_id()}"
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": turn.model}
 
 
 def _usage(turn: Turn, usage: Body | None) -> Body:

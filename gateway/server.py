@@ -26,7 +26,7 @@ from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from gateway.state.reload import Source
 from workers.api.addresses import family_of, http_url
-from workers.api.ready import tell_ready
+from workers.api.process import write_ready_file
 
 # How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else
 # a request that is on its way just then is broken off without a word.
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
         url = http_url(*sockets[0].getsockname()[:2]) if sockets else ""
         log.info("listening", url=url)
         if self._ready_file is not None and self.started:
-            tell_ready(self._ready_file, url)
+            write_ready_file(self._ready_file, url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not handed on to uvicorn, which would end the process by the signal: a drained server exits with 0."""

@@ -30,15 +30,20 @@ from gateway.errors import SettingsError
 from gateway.policies import Policy
 from gateway.shown import shown
 from gateway.upstream.breaker import BreakerSettings
-from workers.api import secret
 from workers.api.addresses import HttpUrl, scheme_of
-from workers.api.durations import Seconds, SecondsOrNone
-from workers.api.heartbeat import DiscoverySettings, board_url
-from workers.api.redis_access import RedisAccess
-from workers.api.redis_url import REDIS_SCHEMES, checked
+from workers.api.config import (
+    REDIS_SCHEMES,
+    ConfigFileError,
+    DiscoverySettings,
+    RedisAccess,
+    Seconds,
+    SecondsOrZero,
+    checked,
+    read_secret_file,
+    read_yaml,
+)
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
 from workers.api.tracing import TracingSettings
-from workers.api.yaml_file import YamlUnusable, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -158,15 +163,15 @@ class Deadlines(Section):
     request_s: Seconds = 120.0
     body_s: Seconds = 30.0
     small_share: float = Field(default=0.4, gt=0, lt=1)
-    decode_reserve_s: SecondsOrNone = 5.0
+    decode_reserve_s: SecondsOrZero = 5.0
     token_gap_s: Seconds = 10.0
     assumed_prefill_tokens_per_s: float = Field(default=200.0, gt=0, allow_inf_nan=False)
-    transfer_floor_s: SecondsOrNone = 0.0
+    transfer_floor_s: SecondsOrZero = 0.0
     worker_poll_s: Seconds = 1.0
     keep_alive_s: Seconds = 15.0
     client_stall_s: Seconds = 30.0
-    shutdown_grace_s: SecondsOrNone = 1.0
-    drain_s: SecondsOrNone = 30.0
+    shutdown_grace_s: SecondsOrZero = 1.0
+    drain_s: SecondsOrZero = 30.0
 
 
 class HandoffSettings(Section):
@@ -261,7 +266,9 @@ class Settings(BaseSettings):
     def board_url(self) -> str | None:
         """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
         password's file that cannot be used."""
-        return board_url(self.discovery, partial(read_secret, key="discovery.password_file"))
+        if self.discovery is None:
+            return None
+        return self.discovery.url_with_password(partial(read_secret, key="discovery.password_file"))
 
     def check_bind(self) -> None:
         """Raises `SettingsError` for an address that others can reach while nobody needs a key."""
@@ -276,7 +283,7 @@ def load(path: Path) -> Settings:
     """Reads and validates the file. Relative paths of secrets are taken from the file's own folder."""
     try:
         content = read_yaml(path)
-    except YamlUnusable as error:
+    except ConfigFileError as error:
         raise SettingsError(str(error)) from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path} must hold a mapping with the keys {', '.join(Settings.model_fields)}")
@@ -310,8 +317,8 @@ def read_secret(path: Path, key: str = "secret_file") -> str:
     """The secret in the file that `key` names. Raises `SettingsError` for one that is missing, or that others could
     read."""
     try:
-        return secret.read_secret(path)
-    except secret.SecretUnusable as error:
+        return read_secret_file(path)
+    except ConfigFileError as error:
         raise SettingsError(f"{key}: {error}") from error
 
 

@@ -31,7 +31,7 @@ from gateway.upstream.fleet import Fleet
 from gateway.upstream.limits import Shares
 from gateway.upstream.worker import Worker
 from gateway.usage import Usage
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 log = structlog.get_logger()
 
@@ -142,7 +142,7 @@ class Gateway:
 
     async def stop(self) -> None:
         if self._watch is not None:
-            await end(self._watch)
+            await cancel_and_wait(self._watch)
         if self._retiring:
             await asyncio.wait(self._retiring, timeout=STOP_S)
         await self.current.filing.aclose()
@@ -191,7 +191,7 @@ class Gateway:
         self.metrics.config_generation.set(after.generation)
         self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
         if watch is not None:
-            await end(watch)
+            await cancel_and_wait(watch)
         self._retire(before, after)
 
     def _with_other_workers(self, settings: Settings, before: Snapshot) -> Snapshot:

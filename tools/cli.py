@@ -13,14 +13,14 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from workers.api import bars
+from workers.api.process import hide_progress_bars
 
 GROUP = "kvrelay.commands"
 USAGE, INTERRUPTED = 2, 130  # as a shell has them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    bars.hide_from_files()
+    hide_progress_bars()
     return run(sys.argv[1:] if argv is None else argv, entry_points(group=GROUP))
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from workers.api import bars
 from workers.api.addresses import http_address
-from workers.api.parent import CannotFollow, ParentGone, add_parent_option, die_with_parent
+from workers.api.process import ParentExited, ParentWatchError, add_parent_option, die_with_parent, hide_progress_bars
 from workers.settings import SettingsError, WorkerSettings, first_problem, read_secret, read_settings
 
 
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.die_with_parent is not None:
         _follow(options.die_with_parent)
-    bars.hide_from_files()
+    hide_progress_bars()
     try:
         settings, secret = _settings(options), read_secret()
         from workers.process import serve  # loads torch
@@ -75,9 +74,9 @@ def _settings(options: argparse.Namespace) -> WorkerSettings:
 def _follow(parent: int) -> None:
     try:
         die_with_parent(parent)
-    except ParentGone:
+    except ParentExited:
         sys.exit("kvrelay worker: the starting process has ended")
-    except CannotFollow as error:
+    except ParentWatchError as error:
         sys.exit(f"kvrelay worker: {error}")
 
 

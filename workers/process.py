@@ -22,8 +22,8 @@ import uvicorn
 from workers.api import tracing
 from workers.api.addresses import ANY_HOST, http_url, listen
 from workers.api.errors import KvrelayError
-from workers.api.ready import tell_ready
-from workers.api.trail import Forwarding, add_request_id, place_of_bug
+from workers.api.logs import LibraryLogHandler, add_request_id, describe_exception
+from workers.api.process import write_ready_file
 from workers.app import create_app
 from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
@@ -70,12 +70,12 @@ def configure_logging() -> None:
             add_request_id,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            place_of_bug,
+            describe_exception,
             structlog.processors.JSONRenderer(),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    logging.basicConfig(handlers=[Forwarding()], level=logging.WARNING)
+    logging.basicConfig(handlers=[LibraryLogHandler()], level=logging.WARNING)
 
 
 class _Server(uvicorn.Server):
@@ -133,7 +133,7 @@ def _on_signal(do: Callable[[], object]) -> None:
 def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None) -> None:
     url = _url(worker.settings, listener)
     if ready_file is not None:
-        tell_ready(ready_file, url)
+        write_ready_file(ready_file, url)
     print(f"worker {worker.settings.id} ready on {url} with {worker.engine.model.name}", flush=True)  # noqa: T201
 
 

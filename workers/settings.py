@@ -19,12 +19,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from workers.api import secret
 from workers.api.addresses import ANY_HOST, HttpUrl, http_address
-from workers.api.durations import Seconds, SecondsOrNone
-from workers.api.heartbeat import DiscoverySettings, board_url
+from workers.api.config import ConfigFileError, DiscoverySettings, Seconds, SecondsOrZero, read_secret_file, read_yaml
 from workers.api.tracing import TracingSettings
-from workers.api.yaml_file import YamlUnusable, read_yaml
 from workers.engines import ENGINES
 
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
@@ -98,15 +95,15 @@ class WorkerSettings(BaseModel):
     upgrade_idle_s: Seconds | None = 15.0
     shadow_idle_s: Seconds = 5.0
     shadow_window: int = Field(default=20, ge=1)
-    shadow_rest_s: SecondsOrNone = 600.0
+    shadow_rest_s: SecondsOrZero = 600.0
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: Gate = Gate()
     peers: dict[WorkerId, HttpUrl] = {}
     tracing: TracingSettings = TracingSettings()  # the file's own
     discovery: DiscoverySettings | None = None  # this, too
     tcp: TcpSettings | None = None
-    grace_s: SecondsOrNone = 0.5
-    drain_s: SecondsOrNone = 30.0
+    grace_s: SecondsOrZero = 0.5
+    drain_s: SecondsOrZero = 30.0
 
     @model_validator(mode="before")
     @classmethod
@@ -139,7 +136,9 @@ class WorkerSettings(BaseModel):
     def board_url(self) -> str | None:
         """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
         password's file that cannot be used."""
-        return board_url(self.discovery, partial(_secret_in, named_by="discovery.password_file"))
+        if self.discovery is None:
+            return None
+        return self.discovery.url_with_password(partial(_secret_in, named_by="discovery.password_file"))
 
 
 class _ConfigFile(BaseModel):
@@ -191,15 +190,15 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str:
 
 def _secret_in(path: Path, named_by: str) -> str:
     try:
-        return secret.read_secret(path)
-    except secret.SecretUnusable as error:
+        return read_secret_file(path)
+    except ConfigFileError as error:
         raise SettingsError(f"{named_by}: {error}") from error
 
 
 def _parse(path: Path) -> _ConfigFile:
     try:
         data = read_yaml(path)
-    except YamlUnusable as error:
+    except ConfigFileError as error:
         raise SettingsError(str(error)) from error
     return _validated(path, _ConfigFile, data)
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 from workers.api.errors import DeadlineExceeded, Overloaded, WorkerUnavailable
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 R = TypeVar("R")
 
@@ -90,7 +90,7 @@ class SharedWork(Generic[R]):
         """End a job that nobody waits for. No newcomer may join it: it is unlisted first."""
         self._unlist(key, job)
         if job.task is not None:
-            await end(job.task)
+            await cancel_and_wait(job.task)
 
     def _unlist(self, key: Hashable, job: Job[R]) -> None:
         if self._jobs.get(key) is job:

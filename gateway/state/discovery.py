@@ -11,10 +11,10 @@ import structlog
 
 from gateway.settings import WorkerSettings
 from gateway.snapshot import Gateway
-from workers.api.heartbeat import Heartbeat, Living
+from workers.api.tasks import repeating
 
 if TYPE_CHECKING:
-    from workers.api.board import Board
+    from workers.api.heartbeat import Board, Heartbeat, Living
 
 log = structlog.get_logger()
 
@@ -27,7 +27,7 @@ async def discovering(gateway: Gateway, url: str | None, secret: str) -> AsyncIt
     if settings is None or url is None:
         yield
         return
-    from workers.api.board import Board, repeating  # and redis, which nobody else needs
+    from workers.api.heartbeat import Board, Living  # imports redis, which a gateway without discovery may not need
 
     board = Board(url, secret)
     try:

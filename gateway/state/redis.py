@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from gateway.state.registry import Entry, Registry
 from gateway.upstream.breaker import Breaker, BreakerSettings, State
-from workers.api.redis_pool import pool_of
+from workers.api.redis import pool_of
 
 T = TypeVar("T")
 OnOp = Callable[[str, str], None]

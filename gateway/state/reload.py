@@ -20,7 +20,7 @@ from gateway.errors import SettingsError
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 DEBOUNCE_MS = 200  # a file that is written in pieces is read once
 LOOK_MS = 2000  # so often the file is looked at in any case: not every change is told
@@ -75,7 +75,7 @@ async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[No
         yield
     finally:
         for task in tasks:
-            await end(task)
+            await cancel_and_wait(task)
 
 
 async def reload(gateway: Gateway, source: Source) -> str | None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.bell import Bell
 from gateway.errors import CircuitOpen
 from gateway.upstream.deadline import Deadline
-from workers.api.durations import Seconds
+from workers.api.config import Seconds
 from workers.api.errors import KvrelayError, Overloaded
 
 

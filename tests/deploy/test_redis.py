@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from deploy.composed import Composed
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import in_process
-from workers.api.board import Board
-from workers.api.heartbeat import DiscoverySettings, Heartbeat
+from workers.api.config import DiscoverySettings
+from workers.api.heartbeat import Board, Heartbeat
 
 SECRET = "a secret of the cluster"
 OPS = ("put", "get", "forget", "quota_hit", "quota_test")  # all that a gateway asks its registry

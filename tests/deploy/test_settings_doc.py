@@ -19,7 +19,7 @@ from gateway.policies.budget import Budget
 from gateway.policies.rules import Condition, Rule
 from gateway.upstream.breaker import BreakerSettings
 from workers import settings as workers
-from workers.api.heartbeat import DiscoverySettings
+from workers.api.config import DiscoverySettings
 from workers.api.tracing import TracingSettings
 
 ROW = re.compile(r"^\| `(?P<key>\w+)` \| (?P<default>`[^|]*`|[^`|]+) \| (?P<meaning>[^|]+) \|$")

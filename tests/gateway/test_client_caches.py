@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, right_answer, text, told
 from tests.gateway.test_tenants import KEYS, TENANTS, key
 from workers.api.errors import BundleUnusable, CacheNotFound, TransferFailed
-from workers.api.trail import add_request_id
+from workers.api.logs import add_request_id
 
 UNKNOWN = "kvc-" + "0" * 32
 

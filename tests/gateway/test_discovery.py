@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from gateway.app import create_app
 from gateway.errors import SettingsError
@@ -20,9 +21,9 @@ from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
 from tools.fake_worker import FAKE_SECRET, FakeWorker
-from workers.api.board import KEY, Board, RedisError, repeating
-from workers.api.heartbeat import MAX_AGE_S, Heartbeat, Living
-from workers.api.redis_url import with_password
+from workers.api.config import with_password
+from workers.api.heartbeat import KEY, MAX_AGE_S, Board, Heartbeat, Living
+from workers.api.tasks import repeating
 
 BEAT_S, LOST_AFTER_S = 0.05, 2.0
 

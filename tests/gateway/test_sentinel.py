@@ -15,8 +15,8 @@ from gateway.state.redis import GuardedRedis, RedisRegistry
 from gateway.state.registry import connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
-from workers.api.redis_pool import MAX_CONNECTIONS
-from workers.api.redis_url import SentinelUrl
+from workers.api.config import SentinelUrl
+from workers.api.redis import MAX_CONNECTIONS
 
 TIMEOUT_MS = 100
 MOST_S = 60.0  # on a busy machine; else a few seconds

@@ -14,7 +14,7 @@ from gateway.policies import POLICIES
 from gateway.settings import Deadlines, HandoffSettings, from_values, load
 from gateway.upstream.breaker import BreakerSettings
 from tests.gateway.stack import values
-from workers.api.heartbeat import DiscoverySettings
+from workers.api.config import DiscoverySettings
 
 WORKER = {"tier": "small", "url": "http://127.0.0.1:8001"}
 

@@ -18,7 +18,7 @@ from gateway.settings import from_values, read_secret
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
 from tools.fake_worker import FAKE_SECRET
-from workers.api.trail import add_request_id
+from workers.api.logs import add_request_id
 
 KEYS = {"default": "key-of-default", "acme": "key-of-acme"}
 TENANTS = {name: {"api_keys": [hashlib.sha256(key.encode()).hexdigest()]} for name, key in KEYS.items()}

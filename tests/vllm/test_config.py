@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.api.parent import PR_SET_PDEATHSIG
+from workers.api.process import PR_SET_PDEATHSIG
 from workers.api.schemas import KVLayout
 from workers.engines import load_engine
 from workers.engines.vllm.config import ConnectorSettings, EngineModel, number_of, refusal_of

@@ -34,9 +34,8 @@ from tools.output import add_json_option, render, run_command, write_results
 from tools.stack import port_is_free
 from workers.api.addresses import ANY_HOST, http_address, http_url
 from workers.api.client import WorkerClient
+from workers.api.config import RedisAccess, without_credentials
 from workers.api.errors import KvrelayError, Unauthorized
-from workers.api.redis_access import RedisAccess
-from workers.api.redis_url import without_credentials
 from workers.api.schemas import WorkerInfo
 
 Status = Literal["ok", "warning", "wrong", "skipped"]
@@ -197,7 +196,7 @@ async def _ping(url: str) -> None:
     """Raises what redis-py raises."""
     from redis.asyncio import Redis
 
-    from workers.api.redis_pool import pool_of
+    from workers.api.redis import pool_of
 
     async with Redis.from_pool(pool_of(url, REDIS_TIMEOUT_S)) as client:
         await client.ping()

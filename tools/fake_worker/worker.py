@@ -51,7 +51,7 @@ from workers.api.schemas import (
     TransferRequest,
     WorkerInfo,
 )
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 T = TypeVar("T")
 Work = Callable[[Body], Awaitable[Body | Response]]
@@ -339,4 +339,4 @@ class FakeWorker(Faulty):
             return task.result()
         finally:
             for one in (task, gone):
-                await end(one)
+                await cancel_and_wait(one)

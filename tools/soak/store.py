@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tools.stack import deferred_signals
-from workers.api.parent import die_with_parent
+from workers.api.process import die_with_parent
 
 
 class Redis:

@@ -12,9 +12,9 @@ import httpx
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from workers.api import trail
+from workers.api import logs
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, WorkerUnavailable, from_reply
-from workers.api.httpx_wire import HttpxWire
+from workers.api.http_client import Answer, BadPath, HttpxWire, Silent, SocketWire, Unreachable, Wire, WireError
 from workers.api.schemas import (
     SECRET_HEADER,
     BundleInfo,
@@ -32,7 +32,6 @@ from workers.api.schemas import (
     TransferRequest,
     WorkerInfo,
 )
-from workers.api.wire import Answer, BadPath, Silent, SocketWire, Unreachable, Wire, WireError
 
 R = TypeVar("R", bound=Reply)
 
@@ -132,7 +131,7 @@ class WorkerClient:
     ) -> AbstractAsyncContextManager[Answer]:
         """A call, made where the block begins. Raises `WireError`, in the block too."""
         body = b"" if request is None else _written(request)
-        connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), trail.headers()
+        connect_s, told = min(timeout_s, CONNECT_TIMEOUT_S), logs.trace_headers()
         return self._wire.ask(method, path, body, timeout_s=timeout_s, connect_s=connect_s, headers=told)
 
     def failed(self, error: WireError, path: str, timeout_s: float) -> KvrelayError:

@@ -13,39 +13,20 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+from redis.asyncio import Redis
 
 from workers.api.addresses import HttpUrl
-from workers.api.durations import Seconds
-from workers.api.redis_access import RedisAccess
-from workers.api.redis_url import checked
+from workers.api.redis import pool_of
 
+KEY = "kvrelay:workers"  # a Redis hash, by worker
+TIMEOUT_S = 1.0
 COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
 MAX_AGE_S = 300.0  # between the clocks of two hosts; an older beat was kept by somebody
-
-
-class DiscoverySettings(RedisAccess):
-    """`discovery:` in kvrelay.yaml: the Redis, how often a beat comes, and after how long without one a worker is
-    given up."""
-
-    beat_s: Seconds = 1.0
-    lost_after_s: Seconds = 5.0
-
-    @field_validator("url")
-    @classmethod
-    def _of_a_redis(cls, url: str) -> str:
-        return checked(url)
-
-
-def board_url(settings: DiscoverySettings | None, read: Callable[[Path], str]) -> str | None:
-    """The Redis of the heartbeats, with the password in it, which `read` takes out of its file; None without
-    discovery."""
-    return None if settings is None else settings.url_with_password(read)
 
 
 class Heartbeat(BaseModel):
@@ -111,3 +92,29 @@ class Living:
         # A lost one is known for as long as its last beat is shown, which would be taken for a new one else.
         self._seen = {name: one for name, one in seen.items() if name in living or name in shown}
         return living
+
+
+class Board:
+    """The beats in one Redis. Raises `RedisError`."""
+
+    def __init__(self, url: str, secret: str, timeout_s: float = TIMEOUT_S):
+        self._redis = Redis.from_pool(pool_of(url, timeout_s))
+        self._secret = secret
+
+    async def put(self, beat: Heartbeat) -> None:
+        await self._redis.hset(KEY, beat.worker, beat.signed(self._secret))
+
+    async def remove(self, worker: str) -> None:
+        await self._redis.hdel(KEY, worker)
+
+    async def read(self) -> list[Heartbeat]:
+        """Those that count. What a worker left there long ago is taken off: the board does not grow for ever."""
+        raw = await self._redis.hgetall(KEY)
+        ours = {name: beat for name, signed in raw.items() if (beat := Heartbeat.read(signed, self._secret))}
+        old = [name for name, beat in ours.items() if beat.is_of_long_ago]
+        if old:
+            await self._redis.hdel(KEY, *old)
+        return [beat for name, beat in ours.items() if name not in old]
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()

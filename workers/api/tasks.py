@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 AGAIN_S = 20.0  # a cancellation can get lost, where a library takes it for the end of a timeout of its own
@@ -16,7 +18,7 @@ def num_tasks() -> int:
         return 0
 
 
-async def end(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
+async def cancel_and_wait(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
     """Cancels the task, and waits until it has cleaned up. How it ended is looked at, so that a failure is not reported
     as forgotten. Whoever waits for it can be cancelled meanwhile."""
     while task.cancel():
@@ -27,3 +29,23 @@ async def end(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
             raise
     if not task.cancelled():
         task.exception()
+
+
+@asynccontextmanager
+async def repeating(work: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
+    """Within the block `work` is done again and again. At the end it is waited for, never cancelled: redis-py takes a
+    cancellation for a failure of its own, and nobody would hear of it. It raises nothing."""
+    ending = asyncio.Event()
+
+    async def repeat() -> None:
+        while not ending.is_set():
+            await work()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), every_s)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        ending.set()
+        await task

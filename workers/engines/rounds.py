@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from workers.api.trail import loggable
+from workers.api.logs import exception_fields
 from workers.engines.compute import settled
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class Rounds(Generic[Row, Told]):
         except Exception as error:
             if len(places) == 1:
                 return [error]
-            log.warning("a round of %d answers failed, and is taken one by one: %s", len(places), loggable(error))
+            fields = exception_fields(error)
+            log.warning("a round of %d answers failed, and is taken one by one: %s", len(places), fields)
             return [await self._alone(place, error) for place in places]
 
     async def _alone(self, place: _Place[Row, Told], error: Exception) -> Told | Exception:

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workers.api import tracing
 from workers.api.errors import RequestTooLarge, RequestTooSlow, Unauthorized
+from workers.api.logs import adopt_request_id, exception_fields
 from workers.api.schemas import SECRET_HEADER
-from workers.api.trail import loggable, taken_up
 from workers.metrics import WorkerMetrics
 from workers.routes.replies import CLIENT_CLOSED_REQUEST, error_reply, internal_error
 
@@ -121,7 +121,7 @@ class Record:
             await self._app(scope, receive, send)
             return
         status, began = CLIENT_CLOSED_REQUEST, time.monotonic()
-        taken_up(scope["headers"])
+        adopt_request_id(scope["headers"])
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -133,7 +133,7 @@ class Record:
             with _traced(scope):
                 await self._app(scope, receive, counted)
         except Exception as bug:
-            log.error("internal_error", **loggable(bug))
+            log.error("internal_error", **exception_fields(bug))
             if status == CLIENT_CLOSED_REQUEST:
                 await error_reply(internal_error())(scope, receive, counted)
         finally:

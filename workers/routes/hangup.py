@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 from workers.routes.replies import ClientGone
 
 R = TypeVar("R")
@@ -28,8 +28,8 @@ async def until_hang_up(work: Coroutine[Any, Any, R], receive: Receive, on_gone:
         on_gone()
         raise
     finally:
-        await end(working)
-        await end(gone)
+        await cancel_and_wait(working)
+        await cancel_and_wait(gone)
 
 
 async def _disconnected(receive: Receive) -> None:

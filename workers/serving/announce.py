@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import structlog
+from redis.exceptions import RedisError
 
-from workers.api.board import Board, RedisError, repeating
-from workers.api.heartbeat import Heartbeat, Living
+from workers.api.heartbeat import Board, Heartbeat, Living
+from workers.api.tasks import repeating
 from workers.serving.worker import Worker
 
 log = structlog.get_logger()

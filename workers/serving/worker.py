@@ -14,7 +14,7 @@ from workers import heap
 from workers.api.client import WorkerClient
 from workers.api.errors import ModelNotFound
 from workers.api.schemas import WorkerInfo
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 from workers.bundles import Bundles, load_bundles
 from workers.engines import load_engine
 from workers.engines.base import Engine
@@ -96,7 +96,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for chore in self._chores:
-            await end(chore)
+            await cancel_and_wait(chore)
         await self.prefiller.aclose()
         await self.transfers.aclose()
         await self.engine.aclose()

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from workers.api.tasks import end
+from workers.api.tasks import cancel_and_wait
 
 
 class Stubborn:
@@ -38,7 +38,7 @@ async def test_a_task_ends_even_if_it_loses_cancellations(lost: int, error: Exce
     task = asyncio.create_task(stubborn.run())
     await asyncio.sleep(0)
     async with asyncio.timeout(10):
-        await end(task, again_s=0.01)
+        await cancel_and_wait(task, again_s=0.01)
     assert task.done() and stubborn.cleaned_up
 
 
@@ -46,7 +46,7 @@ async def test_who_is_cancelled_while_ending_a_task_asks_it_once_more() -> None:
     stubborn = Stubborn(lost=1, error=None)
     task = asyncio.create_task(stubborn.run())
     await asyncio.sleep(0)
-    ending = asyncio.create_task(end(task))
+    ending = asyncio.create_task(cancel_and_wait(task))
     await asyncio.sleep(0.01)
     ending.cancel()
     await asyncio.wait({ending, task}, timeout=10)
@@ -56,5 +56,5 @@ async def test_who_is_cancelled_while_ending_a_task_asks_it_once_more() -> None:
 async def test_a_task_that_is_done_stays_as_it_is() -> None:
     task = asyncio.create_task(asyncio.sleep(0, "told"))
     await task
-    await end(task)
+    await cancel_and_wait(task)
     assert task.result() == "told"

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 from tests.gateway.redis_process import redis_process
 from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, SECRET, Served, serving, transfer_request
-from workers.api.board import Board
+from workers.api.config import with_password
 from workers.api.errors import InvalidRequest
-from workers.api.redis_url import with_password
+from workers.api.heartbeat import Board
 from workers.api.schemas import PrefillRequest, TransferReply
 from workers.process import serve
 from workers.serving.announce import announced

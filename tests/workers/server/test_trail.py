@@ -21,7 +21,7 @@ from gateway import settings
 from gateway.app import create_app
 from tests.workers.server.support import SECRET, TALK, Served, chat_request
 from workers.api import tracing
-from workers.api.trail import add_request_id
+from workers.api.logs import add_request_id
 from workers.process import configure_logging
 
 CANARY = "".join(("can", "ary"))  # a log of the place holds the line that raised it

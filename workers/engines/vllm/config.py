@@ -16,7 +16,7 @@ from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.models import geometry_of, local_folder
 from workers.api.errors import KvrelayError
-from workers.api.parent import CannotFollow, die_with_parent
+from workers.api.process import ParentWatchError, die_with_parent
 from workers.api.schemas import KVLayout
 from workers.bundles import Bundles, load_bundles
 from workers.engines.vllm.exchange import create_exchange
@@ -56,7 +56,7 @@ class ConnectorSettings(BaseModel):
         if self.parent is not None:
             try:
                 die_with_parent(0 if is_worker else self.parent)
-            except CannotFollow as error:
+            except ParentWatchError as error:
                 raise SettingsError(str(error)) from error
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.api.errors import KvrelayError
-from workers.api.trail import loggable
+from workers.api.logs import exception_fields
 from workers.engines.vllm.params import Publish, TransferParams, TransferReport, parse
 from workers.engines.vllm.plan import (
     Part,
@@ -144,7 +144,7 @@ class SchedulerSide:
         except KvrelayError as error:
             state.refused = error.message
         except Exception as error:  # a bug of ours must not end the engine
-            log.error("a request's kv_transfer_params were not understood: %s", loggable(error))
+            log.error("a request's kv_transfer_params were not understood: %s", exception_fields(error))
             state.parts, state.refused = (), f"internal error: {type(error).__name__}"
         return state.kept_under or None
 

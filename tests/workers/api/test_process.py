@@ -9,8 +9,8 @@ import termios
 import pytest
 
 CODE = """
-from workers.api import bars
-bars.hide_from_files()
+from workers.api.process import hide_progress_bars
+hide_progress_bars()
 from tqdm.auto import tqdm
 for _ in tqdm(range(3), desc="Loading weights"):
     pass

@@ -9,7 +9,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
-from workers.api.redis_url import SentinelUrl, is_sentinel
+from workers.api.config import SentinelUrl, is_sentinel
 
 MAX_CONNECTIONS = 32
 

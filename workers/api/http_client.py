@@ -2,7 +2,7 @@
 
     Wire          what a client needs of it
     SocketWire    over sockets: a connection is asyncio's, its parser httptools'
-    (HttpxWire    over an httpx transport, in `workers.api.httpx_wire`: to an application in this process)
+    HttpxWire     over an httpx transport: to an application in this process
 
 A reply whose length nobody tells (neither `content-length` nor chunks, ended by closing) counts as broken off.
 
@@ -19,12 +19,13 @@ import ssl
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+import httpx
 
 MAX_IDLE = 64
 IDLE_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
@@ -354,3 +355,59 @@ class Connection(asyncio.Protocol, Answer):
 
 def _lines(headers: Mapping[str, str]) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+
+
+class HttpxWire(Wire):
+    def __init__(self, url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport):
+        told = {"content-type": "application/json", **headers}
+        self._http = httpx.AsyncClient(base_url=url, headers=told, transport=transport, trust_env=False)
+
+    @asynccontextmanager
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        connect_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[Answer]:
+        timeout = httpx.Timeout(timeout_s, connect=connect_s)
+        with translated():
+            call = self._http.stream(method, path, content=body, headers=headers, timeout=timeout)
+            async with AsyncExitStack() as opened:
+                async with asyncio.timeout(timeout_s):  # which a transport need not do
+                    reply = await opened.enter_async_context(call)
+                yield HttpxAnswer(reply)
+
+    async def aclose(self) -> None:
+        with translated():
+            await self._http.aclose()
+
+
+class HttpxAnswer(Answer):
+    def __init__(self, reply: httpx.Response):
+        self.status = reply.status_code
+        self.retry_after = reply.headers.get("retry-after")
+        self._pieces = reply.aiter_bytes()
+
+    async def read(self, within_s: float | None = None) -> bytes:
+        with translated():
+            async with asyncio.timeout(within_s):
+                return await anext(self._pieces, b"")
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """httpx's errors, as those of a wire."""
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise BadPath(str(error)) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise Unreachable(repr(error)) from error
+    except (httpx.TimeoutException, TimeoutError) as error:
+        raise Silent(repr(error)) from error
+    except httpx.HTTPError as error:
+        raise BrokenOff(repr(error)) from error

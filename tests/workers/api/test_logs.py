@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from workers.api.trail import Forwarding
+from workers.api.logs import LibraryLogHandler
 
 PROMPT = "my secret prompt"
 
@@ -34,7 +34,7 @@ def bug() -> ValueError:
 def test_a_line_tells_what_happened_and_no_words_of_a_prompt(
     name: str, message: Any, values: tuple[Any, ...], said: str | None, has_failed: bool
 ) -> None:
-    log, forwarding = logging.getLogger(name), Forwarding()
+    log, forwarding = logging.getLogger(name), LibraryLogHandler()
     log.addHandler(forwarding)
     try:
         with capture_logs() as lines:
@@ -51,10 +51,10 @@ def test_a_line_tells_what_happened_and_no_words_of_a_prompt(
 @pytest.mark.parametrize("level", ["info", "warning", "error"])
 def test_the_level_is_kept(level: str) -> None:
     with capture_logs() as lines:
-        Forwarding().emit(logging.LogRecord("a", logging.getLevelName(level.upper()), "", 0, "b", (), None))
+        LibraryLogHandler().emit(logging.LogRecord("a", logging.getLevelName(level.upper()), "", 0, "b", (), None))
     assert [line["log_level"] for line in lines] == [level]
 
 
 def test_a_line_that_cannot_be_told_harms_nobody() -> None:
-    forwarding = Forwarding()
+    forwarding = LibraryLogHandler()
     forwarding.emit(logging.LogRecord("workers.x", logging.WARNING, "", 0, "%d tokens", ("many",), None))

@@ -14,8 +14,17 @@ import pytest
 import uvloop
 
 from workers.api.client import Frames
-from workers.api.httpx_wire import HttpxWire
-from workers.api.wire import CLOSE_S, MAX_UNREAD_BYTES, BadPath, BrokenOff, Silent, SocketWire, Unreachable, Wire
+from workers.api.http_client import (
+    CLOSE_S,
+    MAX_UNREAD_BYTES,
+    BadPath,
+    BrokenOff,
+    HttpxWire,
+    Silent,
+    SocketWire,
+    Unreachable,
+    Wire,
+)
 
 Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
