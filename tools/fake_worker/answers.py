@@ -97,9 +97,9 @@ class Answer:
         for index, word in enumerate(words):
             while index == self.worker.stalls.get(self.kind):  # noqa: ASYNC110 - set from the test's own thread
                 await asyncio.sleep(0.01)
-            if index == self.worker.cut_after:
+            if index == self.worker.cuts.get(self.kind, self.worker.cut_after):
                 raise Cut
-            if index == self.worker.break_after:
+            if index == self.worker.breaks.get(self.kind, self.worker.break_after):
                 raise KvrelayError("the model broke off")
             await self.worker.thawed()
             await asyncio.sleep(self.worker.token_s)

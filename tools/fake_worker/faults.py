@@ -40,6 +40,8 @@ class Faulty:
         self.is_frozen = False
         self._faults: dict[str, Fault] = {}
         self.stalls: dict[str, int] = {}
+        self.breaks: dict[str, int] = {}
+        self.cuts: dict[str, int] = {}
 
     def fail(self, call: str, error: KvrelayError, *, times: int | None = None) -> None:
         self._faults[call] = Fault(error=error, times=times)
@@ -55,9 +57,17 @@ class Faulty:
         """Answers of this kind (`chat`, `cached_chat`) stop after so many words, and stay open until it heals."""
         self.stalls[call] = after
 
+    def break_off(self, call: str, *, after: int) -> None:
+        """End answers of this kind with an error frame after so many words."""
+        self.breaks[call] = after
+
+    def cut(self, call: str, *, after: int) -> None:
+        """End answers of this kind without `[DONE]` after so many words."""
+        self.cuts[call] = after
+
     def heal(self) -> None:
-        self._faults.clear()
-        self.stalls.clear()
+        for faults in (self._faults, self.stalls, self.breaks, self.cuts):
+            faults.clear()
 
     def made(self, name: str) -> list[Body]:
         """The bodies of the calls of one kind."""

@@ -1,0 +1,398 @@
+"""The gateway with fake workers around it, and what client, workers and metrics see of one turn."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from gateway.app import create_app
+from gateway.settings import from_values
+from tests.gateway.golden.clock import CLOCK
+from tests.gateway.golden.transport import AsgiTransport, Exchange
+from workers.api.fake import FAKE_SECRET, FakeWorker
+from workers.api.schemas import Rates
+
+Json = dict[str, Any]
+
+ADMIN_KEY = "key-of-the-operator"
+POLL_S = 10.0  # between two health checks of a worker
+SETTLE_S = 0.2  # after a turn, for what goes on behind it
+CALLS = {
+    "/v1/prefix/prefill": "prefill",
+    "/v1/cache/transfer": "transfer",
+    "/v1/tokenize": "tokenize",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "complete",
+}
+RATES = Rates(prefill_tokens_per_s=1000.0, map_tokens_per_s=10_000.0)
+
+# Counters and histograms whose changes are recorded: everything but what depends on chunking or on timing alone.
+COUNTED = (
+    *("requests_total", "cascade_decisions_total", "full_prefill_fallback_total", "client_disconnects_total"),
+    *("handoffs_total", "early_handoffs_total", "worker_restarts_total", "circuit_transitions_total"),
+    *("prefix_lookups_total", "prefix_lookup_hits_total", "prefix_lookup_stale_total"),
+    *("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count", "overhead_seconds_count"),
+    *("request_prefill_time_seconds_count", "handoff_duration_seconds_count", "cascade_confidence_count"),
+)
+TIMES = {"ttft_ms", "handoff_ttft_ms", "small_prefill_ms", "prefill_ms", "map_ms", "copy_ms", "transfer_ms"}
+SAMPLE = re.compile(r"kvrelay_(?P<name>\w+)(\{(?P<labels>.*)\})? (?P<value>\S+)")
+LABEL = re.compile(r'(\w+)="([^"]*)"')
+FLAGS = {"forced", "early_handoff"}
+REPORT_KEYS = {
+    *("tier", "path", "policy", "reason", "rule", "forced", "confidence", "bytes", "handoff_tokens", "early_handoff"),
+    *("mapped_tokens", "cached_tokens", "mapper", "top1_agreement", "full_prefill_ms"),
+    *TIMES,
+}
+
+
+class Names:
+    """Short names for ids, in order of appearance."""
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+        self._names: dict[str, str] = {}
+
+    def of(self, value: str | None) -> str | None:
+        if value is None:
+            return None
+        return self._names.setdefault(value, f"{self._prefix}{len(self._names) + 1}")
+
+
+class WorkerTransport(httpx.AsyncBaseTransport):
+    """Carries the gateway's calls to one worker and records them."""
+
+    def __init__(self, world: World, worker: FakeWorker):
+        self._world = world
+        self._worker = worker
+        self._num_calls: dict[str, int] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body, kind = await request.aread(), CALLS.get(request.url.path)
+        world, name = self._world, self._worker.name
+        if kind is None:
+            if name in world.unreachable and not world.hides_faults:
+                raise httpx.ConnectError("refused")
+            exchange = Exchange(self._worker, request, body)
+            await exchange.begin()
+            return httpx.Response(exchange.status, headers=exchange.headers, stream=exchange)
+        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
+        if (hook := world.hooks.pop((name, kind, self._num_calls[kind]), None)) is not None:
+            hook()
+        call = world.record(name, kind, orjson.loads(body))
+        if name in world.unreachable:
+            call["got"] = "unreachable"
+            raise httpx.ConnectError("refused")
+        pieces: list[bytes] = []
+        exchange = Exchange(
+            self._worker,
+            request,
+            body,
+            on_piece=pieces.append,
+            on_end=lambda is_whole: call.update(got=world.outcome(exchange.status, b"".join(pieces), is_whole)),
+        )
+        await exchange.begin()
+        return httpx.Response(exchange.status, headers=exchange.headers, stream=exchange)
+
+
+class World:
+    """`settings` replace whole sections of the configuration. `two_large` adds a second worker to the large tier."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_tiers: int = 2,
+        two_large: bool = False,
+        maps_down: bool = False,
+        settings: Json | None = None,
+    ):
+        self.small = FakeWorker("small-0", "fake-small", rates=RATES)
+        self.mid = FakeWorker("mid-0", "fake-mid", peers={"small-0": self.small}, rates=RATES)
+        self.large = FakeWorker("large-0", "fake-large", peers={"small-0": self.small}, rates=RATES)
+        self.large_1 = FakeWorker("large-1", "fake-large", peers={"small-0": self.small}, rates=RATES)
+        if maps_down:
+            self.small.peers = {"large-0": self.large}
+        tiers = ["small", "mid", "large"] if num_tiers == 3 else ["small", "large"]
+        self.workers = {worker.name: worker for worker in (self.small, self.mid, self.large, self.large_1)}
+        self.workers = {
+            name: worker
+            for name, worker in self.workers.items()
+            if name.split("-")[0] in tiers and (two_large or name != "large-1")
+        }
+        self.calls: list[Json] = []
+        self.unreachable: set[str] = set()
+        self.hides_faults = True  # from health checks
+        self.hooks: dict[tuple[str, str, int], Callable[[], None]] = {}
+        self._caches, self._salts = Names("c"), Names("s")
+        self._began_at = CLOCK.now
+        self._counted: dict[str, float] = {}
+        self._charged: Json = {}
+        self._settings = {
+            "tiers": [{"name": name, "model": f"fake-{name}"} for name in tiers],
+            "workers": {name: {"tier": name.split("-")[0], "url": f"http://{name}"} for name in self.workers},
+            "policy": {"name": "confidence", "threshold": -0.5, "num_tokens": 3},
+            "deadlines": {
+                "request_s": 10.0,
+                "decode_reserve_s": 0.5,
+                "token_gap_s": 1.0,
+                "worker_poll_s": POLL_S,
+                "drain_s": 0.0,
+                "shutdown_grace_s": 0.0,
+            },
+            "shadow": {"share": 0.0},
+            "breaker": {"jitter": 0.0},
+            "admin": {"key_file": str(folder / "admin-key")},
+        } | (settings or {})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[World]:
+        transports = {name: WorkerTransport(self, worker) for name, worker in self.workers.items()}
+        app = create_app(from_values(self._settings), FAKE_SECRET, transports=transports)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=AsgiTransport(app), base_url="http://gateway", timeout=None) as self.http,
+        ):
+            yield self
+
+    # What the workers see
+
+    def record(self, worker: str, kind: str, body: Json) -> Json:
+        call = {"to": worker, "call": kind, **self._described(kind, body), "got": "given up"}
+        if at := round(CLOCK.now - self._began_at, 2):
+            call["at_s"] = at
+        self.calls.append(call)
+        return call
+
+    def _described(self, kind: str, body: Json) -> Json:
+        """The facts of a request to a worker; a flag at its default is left out."""
+        told: Json = {}
+        if kind == "prefill":
+            told |= {"messages": len(body.get("messages", []))} if "messages" in body else {"text": True}
+        if kind == "transfer":
+            told |= {"cache": self._caches.of(body["cache_id"]), "from": body["source_worker"]}
+            told |= {"num_tokens": body.get("num_tokens"), "by_cost": body.get("by_cost", False)}
+            told |= {key: body[key] for key in ("mapper",) if body.get(key, "auto") != "auto"}
+            told |= {"native_head": body["native_head"]} if body.get("native_head", 4) != 4 else {}
+        if kind in ("chat", "complete"):
+            params = body.get("kv_transfer_params") or {}
+            told |= {"cache": self._caches.of(params.get("cache_id"))}
+            told |= {"messages": len(body["messages"])} if "messages" in body else {"text": True}
+            told |= {key: params[key] for key in ("require_exact", "agreement_probe", "shadow") if params.get(key)}
+            told |= {key: params[key] for key in ("reuse", "store") if params.get(key) is False}
+            options = body.get("stream_options") or {}
+            told |= {"interval_ms": options["interval_ms"]} if options.get("interval_ms") else {}
+            told |= {key: body[key] for key in ("logprobs", "top_logprobs") if body.get(key)}
+            told |= {key: body[key] for key in ("priority", "max_tokens", "response_format") if body.get(key)}
+        told |= {key: body[key] for key in ("stable_messages", "target_model") if body.get(key)}
+        told |= {"tools": len(body["tools"])} if body.get("tools") else {}
+        if body.get("deadline_ms") is not None:
+            told["deadline_s"] = round(body["deadline_ms"] / 1000, 2)
+        if (salt := self._salts.of(body.get("tenant_salt"))) != "s1":
+            told["salt"] = salt
+        return told
+
+    def outcome(self, status: int, raw: bytes, is_whole: bool) -> str:
+        """What the gateway got out of a call."""
+        if status == 0:
+            return "given up"
+        if status != 200:
+            code = orjson.loads(raw)["error"]["code"] if is_whole else "unread"
+            return f"{status} {code}"
+        if raw.startswith(b"data:"):
+            return self._outcome_of_stream(raw, is_whole)
+        if not is_whole:
+            return "given up"
+        reply = orjson.loads(raw)
+        if "cache_id" not in reply:
+            return "garbage" if "nonsense" in reply else "ok"
+        told = f"{self._caches.of(reply['cache_id'])} of {reply['num_tokens']}"
+        if "cached_tokens" in reply:
+            return f"{told}, {reply['cached_tokens']} cached"
+        return f"{told}, {reply['decision']}"
+
+    def _outcome_of_stream(self, raw: bytes, is_whole: bool) -> str:
+        frames = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
+        if frames[-1] == "[DONE]":
+            usage = orjson.loads(frames[-2])["kv_transfer_params"]
+            return f"whole, {self._caches.of(usage.get('cache_id')) or 'nothing'} kept"
+        last = orjson.loads(frames[-1])
+        if "error" in last:
+            return f"broke off: {last['error']['code']}"
+        return "cut off" if is_whole else "hung up"
+
+    # What the client sees
+
+    async def forget_metrics(self) -> None:
+        """Count from here on."""
+        await self._metrics()
+        await self._charge()
+
+    async def turn(self, body: Json, *, path: str = "/v1/chat/completions", hang_up_at_s: float | None = None) -> Json:
+        """Make one request and describe everything that came of it."""
+        self.calls, self._began_at = [], CLOCK.now
+        try:
+            async with asyncio.timeout(hang_up_at_s):
+                reply = await self.http.post(path, json=body)
+        except TimeoutError:
+            seen: Json = {"status": "client hung up"}
+        else:
+            seen = self._seen(reply)
+        seen["took_s"] = round(CLOCK.now - self._began_at, 2)
+        await asyncio.sleep(SETTLE_S)
+        seen["calls"] = [dict(call) for call in self.calls]
+        seen["metrics"] = await self._metrics()
+        seen["charged"] = await self._charge()
+        return {key: seen[key] for key in seen if seen[key] is not None}
+
+    def _seen(self, reply: httpx.Response) -> Json:
+        seen: Json = {"status": reply.status_code, "headers": _headers(reply)}
+        if reply.headers["content-type"].startswith("text/event-stream"):
+            return seen | self._seen_of_stream(reply.text)
+        body = reply.json()
+        if "error" in body:
+            return seen | {"error": _error(body["error"])}
+        if "choices" in body:
+            (choice,) = body["choices"]
+            seen["answer"] = _answer(choice.get("message") or choice, choice)
+            seen["usage"] = _usage(body["usage"])
+            seen["report"] = self._report(body["kvrelay"])
+            return seen
+        return seen | {"reply": self._plain(body)}
+
+    def _seen_of_stream(self, text: str) -> Json:
+        kinds, told, deltas, finish, usage = [], None, [], None, None
+        error = None
+        for event in text.split("\n\n")[:-1]:
+            kind = "comment"
+            if event.startswith("data: "):
+                chunk = {} if event == "data: [DONE]" else orjson.loads(event.removeprefix("data: "))
+                kind = _kind(chunk)
+                told = chunk.get("kvrelay", told)
+                usage = chunk.get("usage", usage)
+                error = chunk.get("error", error)
+                for choice in chunk.get("choices") or ():
+                    deltas.append(choice.get("delta") or {"content": choice.get("text")})
+                    finish = choice.get("finish_reason") or finish
+            kinds.append(kind)
+        text = "".join(delta.get("content") or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        seen: Json = {"events": _counted(kinds)}
+        seen["answer"] = _answer({"content": text, "tool_calls": calls}, {"finish_reason": finish})
+        seen |= {"usage": _usage(usage)} if usage else {}
+        seen |= {"report": self._report(told)} if told else {}
+        return seen | ({"error": _error(error)} if error else {})
+
+    def _report(self, told: Json) -> Json:
+        """The `kvrelay` field without nulls and without flags that are false. Of times only the names are kept."""
+        explained = told.pop("explained", None)
+        report: Json = {
+            key: value
+            for key, value in told.items()
+            if key not in TIMES and value is not (False if key in FLAGS else None)
+        }
+        report["times"] = " ".join(key.removesuffix("_ms") for key in told if key in TIMES and told[key] is not None)
+        if "confidence" in report:
+            report["confidence"] = round(report["confidence"], 4)
+        if explained is not None:
+            report["explained"] = self._plain(explained)
+        if told.keys() != REPORT_KEYS:
+            report["keys"] = sorted(told.keys() ^ REPORT_KEYS)
+        return report
+
+    def _plain(self, value: Any) -> Any:
+        """A reply's JSON with ids named, times and digests hidden."""
+        if isinstance(value, list):
+            return [self._plain(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        plain: Json = {}
+        for key, inner in value.items():
+            if key == "cache_id":
+                plain[key] = self._caches.of(inner)
+            elif inner is not None and (key.endswith("_ms") or key in ("digest", "epoch", "expires_at")):
+                plain[key] = "..."
+            else:
+                plain[key] = self._plain(inner)
+        return plain
+
+    async def _metrics(self) -> Json:
+        """What has changed since the turn before: the metric and its labels' values, in the order of their names."""
+        counted: dict[str, float] = {}
+        for line in (await self.http.get("/metrics")).text.splitlines():
+            sample = SAMPLE.fullmatch(line)
+            if sample is not None and sample["name"] in COUNTED and 'model="none"' not in line:  # of the harness itself
+                name = re.sub("_total$|(_seconds)?_count$", "", sample["name"])
+                labels = sorted(LABEL.findall(sample["labels"] or ""))
+                counted[" ".join([name, *(value for _, value in labels)])] = float(sample["value"])
+        changes = {key: counted[key] - self._counted.get(key, 0.0) for key in sorted(counted)}
+        self._counted = counted
+        return {key: int(change) for key, change in changes.items() if change}
+
+    async def _charge(self) -> Json:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        tenants = (await self.http.get("/admin/usage", headers=headers)).json()["tenants"]
+        charged: Json = {}
+        for name, used in tenants.items():
+            before = self._charged.get(name, {})
+            for key, count in used.items():
+                if count != before.get(key, 0):
+                    charged[key if name == "default" else f"{name} {key}"] = count - before.get(key, 0)
+        self._charged = tenants
+        return charged
+
+
+def _headers(reply: httpx.Response) -> Json:
+    seen = {key.removeprefix("x-kvrelay-"): value for key, value in reply.headers.items() if _is_told(key)}
+    if "overhead-ms" in seen:
+        seen["overhead-ms"] = "ms" if re.fullmatch(r"\d+\.\d\d", seen["overhead-ms"]) else "?"
+    return seen
+
+
+def _is_told(header: str) -> bool:
+    return header.startswith("x-kvrelay-") or header in ("retry-after", "x-should-retry", "connection")
+
+
+def _error(error: Json) -> Json:
+    return {key: error[key] for key in ("type", "code", "param") if error[key] is not None}
+
+
+def _answer(message: Json, choice: Json) -> Json:
+    text = message.get("content", message.get("text"))
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return {"text": text, "finish": choice.get("finish_reason")} | ({"tool_calls": calls} if calls else {})
+
+
+def _usage(usage: Json) -> Json:
+    told = {key.removesuffix("_tokens"): usage[key] for key in ("prompt_tokens", "completion_tokens")}
+    return told | {"cached": usage["prompt_tokens_details"]["cached_tokens"]}
+
+
+def _kind(chunk: Json) -> str:
+    if not chunk:
+        return "done"
+    if "error" in chunk:
+        return "error"
+    kinds = []
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        kinds += ["finish"] if choice.get("finish_reason") else []
+        kinds += ["role"] if delta.get("role") else []
+        kinds += [key.removesuffix("_calls") for key in ("content", "tool_calls") if delta.get(key)]
+    kinds += [key for key in ("usage", "kvrelay") if chunk.get(key)]
+    return "+".join(kinds) or "empty"
+
+
+def _counted(kinds: list[str]) -> str:
+    """`role content content done` as `role content*2 done`."""
+    runs: list[tuple[str, int]] = []
+    for kind in kinds:
+        num_before = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+        runs.append((kind, num_before + 1))
+    return " ".join(kind if count == 1 else f"{kind}*{count}" for kind, count in runs)
