@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.settings import from_values
 from tests.gateway.golden.clock import CLOCK
 from tests.gateway.golden.transport import AsgiTransport, Exchange
-from workers.api.fake import FAKE_SECRET, FakeWorker
+from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.schemas import Rates
 
 Json = dict[str, Any]
