@@ -15,7 +15,6 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.turn import Report
 from gateway.upstream.breaker import State
 from gateway.upstream.limits import Gate
 from workers.api.tasks import num_tasks
@@ -107,16 +106,14 @@ class Metrics:
                 of_target.remove_by_labels({"target": target})
                 of_target.labels.cache_clear()  # type: ignore[union-attr]
 
-    def began(self, report: Report, overhead_ms: float) -> None:
-        """The first token is there."""
-        path = "fallback" if report.fell_back else report.path
-        self.time_to_first_token.labels(report.tier, path).observe((report.ttft_ms or 0.0) / 1000)
-        self.overhead.observe(max(overhead_ms, 0.0) / 1000)
+    def first_token(self, tier: str, path: str, ttft_s: float, overhead_s: float) -> None:
+        self.time_to_first_token.labels(tier, path).observe(ttft_s)
+        self.overhead.observe(overhead_s)
 
-    def ended(self, report: Report, took_ms: float) -> None:
-        self.e2e_request_latency.labels(report.tier).observe(took_ms / 1000)
-        if report.prefill_ms is not None:
-            self.request_prefill_time.labels(report.tier).observe(report.prefill_ms / 1000)
+    def answered(self, tier: str, took_s: float, prefill_s: float | None) -> None:
+        self.e2e_request_latency.labels(tier).observe(took_s)
+        if prefill_s is not None:
+            self.request_prefill_time.labels(tier).observe(prefill_s)
 
     def handed_over(self, took_s: float, prefill_s: float) -> None:
         """A handoff that took `took_s`, in place of a prefill predicted to take `prefill_s`."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gateway.prefix import plain
+from gateway.request.lookup import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Message, ResponseFormat, StreamOptions

@@ -17,18 +17,17 @@ from dataclasses import dataclass
 import httpx
 import structlog
 
-from gateway.client_caches import ClientCaches
-from gateway.course import Parts
 from gateway.errors import SettingsError
 from gateway.metrics import Metrics
-from gateway.prefixes import Prefixes
+from gateway.request.lookup import ClientCaches, Prefixes
+from gateway.request.route import Parts
 from gateway.settings import RegistrySettings, Settings, WorkerSettings, read_secret
 from gateway.state import registry
 from gateway.state.quotas import Quotas
 from gateway.state.registry import Registry
 from gateway.state.tenants import AdminKey, Tenants
 from gateway.upstream.fleet import Fleet
-from gateway.upstream.limits import Shares
+from gateway.upstream.limits import TenantShares
 from gateway.upstream.worker import Worker
 from gateway.usage import Usage
 from workers.api.tasks import cancel_and_wait
@@ -124,7 +123,7 @@ class Gateway:
         self._found: dict[str, WorkerSettings] = {}
         self._drained: set[str] = set()  # by id, as a worker may leave and come back
         self.current = self._built(settings, None)
-        self.parts.fleet.show_circuits()
+        self.parts.fleet.export_circuits()
         self.metrics.config_generation.set(1)
 
     @property
@@ -137,7 +136,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Looks at every worker, and keeps an eye on them from now on."""
-        await self.parts.fleet.look()
+        await self.parts.fleet.check_health()
         self._watch = asyncio.create_task(self.parts.fleet.watch())
 
     async def stop(self) -> None:
@@ -180,14 +179,14 @@ class Gateway:
                 raise SettingsError(f"{name}: a running gateway cannot change it; restart for that")
         after = built(settings, before)
         try:
-            await after.parts.fleet.look_at_new()
+            await after.parts.fleet.check_health(only_new=True)
         except BaseException:
             await _closed(after, before)
             raise
         for worker in after.parts.fleet.workers:
             worker.is_drained = worker.id in self._drained
         self.current, self._configured, self._found = after, configured, found
-        after.parts.fleet.show_circuits()
+        after.parts.fleet.export_circuits()
         self.metrics.config_generation.set(after.generation)
         self._watch, watch = asyncio.create_task(after.parts.fleet.watch()), self._watch
         if watch is not None:
@@ -210,7 +209,7 @@ class Gateway:
         if old is not None and settings.limits == old.settings.limits:
             shares = old.shares
         else:
-            shares = Shares(settings.limits.max_concurrency_per_tenant)
+            shares = TenantShares(settings.limits.max_concurrency_per_tenant)
         prefixes, caches, quotas = filing.prefixes, filing.caches, filing.quotas
         policy = settings.chosen_policy
         parts = Parts(settings, fleet, prefixes, caches, policy, self.metrics, shares, quotas, self.usage)
@@ -244,4 +243,4 @@ async def _closed(one: Snapshot, but: Snapshot) -> None:
     """Closes what only the one has, and the other has not."""
     if one.filing is not but.filing:
         await one.filing.aclose()
-    await one.parts.fleet.aclose(but=but.parts.fleet)
+    await one.parts.fleet.aclose(keep=but.parts.fleet)

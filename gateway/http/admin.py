@@ -87,7 +87,7 @@ async def resume_bundle(request: Request, worker_id: str, bundle_id: str) -> Res
         await worker.client.resume_bundle(bundle_id)
     except BundleUnusable as error:
         raise NoMapper(f"bundle {bundle_id} cannot be used: {error.message}") from error
-    await worker.look()
+    await worker.check_health()
     return json_reply(_told(worker))
 
 

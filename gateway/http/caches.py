@@ -10,11 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.cache_calls import CacheCall
 from gateway.connection import HangUp
 from gateway.errors import ClientDisconnected
 from gateway.http.incoming import take_in
 from gateway.http.replies import json_reply
+from gateway.request.cache_calls import CacheCall
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
 from gateway.state.tenants import Tenant

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.cascade import Cascade
 from gateway.connection import EventStream, HangUp, Pump
-from gateway.course import choose
 from gateway.errors import ClientDisconnected
-from gateway.explain import explain
 from gateway.http.incoming import take_in
+from gateway.http.render import completion, frames
 from gateway.http.replies import json_reply
-from gateway.replies import completion, frames
+from gateway.request.explain import explain
+from gateway.request.route import choose
+from gateway.request.run import Run
+from gateway.request.turn import Turn
 from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
-from gateway.turn import Named, Turn
 from gateway.upstream.deadline import Deadline
 
 router = APIRouter()
@@ -39,12 +40,15 @@ DIRECT = {"/v1/chat/completions": chat_completions, "/v1/completions": text_comp
 
 async def _answered(request: Request, turn: Turn) -> Response:
     snapshot: Snapshot = request.state.snapshot
-    cascade = Cascade(await choose(snapshot.parts, turn))
+    turn.route = await choose(snapshot.parts, turn)
+    run = Run(snapshot.parts, turn)
     hang_up = HangUp(request.receive)
     try:
         if turn.request.kvrelay.explain:
-            turn.report.explained = await hang_up.race(explain(cascade.course))
-        return await (_streamed if turn.request.stream else _whole)(request, turn, cascade, hang_up)
+            started = time.monotonic()
+            turn.explanation = await hang_up.race(explain(snapshot.parts, turn))
+            turn.waited_s += time.monotonic() - started
+        return await (_streamed if turn.request.stream else _whole)(request, turn, run, hang_up)
     except ClientDisconnected:
         _count_hang_up(request, turn)
         hang_up.close()
@@ -54,15 +58,15 @@ async def _answered(request: Request, turn: Turn) -> Response:
         raise
 
 
-async def _whole(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
-    answer = await hang_up.race(cascade.whole())
+async def _whole(request: Request, turn: Turn, run: Run, hang_up: HangUp) -> Response:
+    answer = await hang_up.race(run.whole())
     hang_up.close()
     return json_reply(completion(turn, answer), headers=_headers(request, turn))
 
 
-async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: HangUp) -> Response:
+async def _streamed(request: Request, turn: Turn, run: Run, hang_up: HangUp) -> Response:
     """The status is held until there is content: what fails before is a real HTTP error."""
-    pump = Pump(frames(turn, cascade.pieces(), on_error=lambda error: _ended_as(request, error.status)))
+    pump = Pump(frames(turn, run.chunks(), on_error=lambda error: _ended_as(request, error.status)))
     try:
         first = await hang_up.race(pump.next())
     except BaseException:
@@ -83,17 +87,17 @@ async def _streamed(request: Request, turn: Turn, cascade: Cascade, hang_up: Han
 async def cascade_explain(request: Request) -> Response:
     turn = await _turn(request, ChatCompletionRequest)
     snapshot: Snapshot = request.state.snapshot
-    course = await choose(snapshot.parts, turn)
+    turn.route = await choose(snapshot.parts, turn)
     with closing(HangUp(request.receive)) as hang_up:
         try:
-            return json_reply(await hang_up.race(explain(course)))
+            return json_reply(await hang_up.race(explain(snapshot.parts, turn)))
         except ClientDisconnected:
             _count_hang_up(request, turn)
             raise
 
 
 async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
-    """Who asks for what."""
+    """Authenticate, read and parse the body, and find the cache that the client named."""
     snapshot: Snapshot = request.state.snapshot
     parts, state = snapshot.parts, request.state
     taken = await take_in(request, kind)
@@ -102,15 +106,15 @@ async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
     deadline = Deadline.after(snapshot.settings.deadlines.request_s)
     named = None
     if asked.kv_transfer_params is not None:
-        named = Named(await parts.caches.find(tenant, asked.kv_transfer_params.cache_id, parts.fleet))
-    return Turn(tenant, asked, deadline, state.arrived_at, waited_s=taken.waited_s, named=named)
+        named = await parts.caches.find(tenant, asked.kv_transfer_params.cache_id, parts.fleet)
+    return Turn(snapshot.settings, tenant, asked, deadline, state.arrived_at, taken.waited_s, named)
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:
-    state = request.state
-    state.tier, state.path, state.model = turn.report.tier, turn.report.path, turn.model
+    state, path = request.state, turn.path
+    state.tier, state.path, state.model = turn.tier, path, turn.model
     return {
-        "x-kvrelay-path": turn.report.path,
+        "x-kvrelay-path": path,
         "x-kvrelay-model": turn.model,
         "x-kvrelay-overhead-ms": f"{turn.overhead_ms:.2f}",
     }

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.http.replies import json_reply
-from gateway.routing import check_may_use
+from gateway.request.route import check_may_use
 from gateway.snapshot import Snapshot
 
 router = APIRouter()
@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
 async def one_model(request: Request, name: str) -> Response:
     snapshot: Snapshot = request.state.snapshot
     tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
-    tier = snapshot.parts.fleet.named(name, tenant.tiers)
+    tier = snapshot.parts.fleet.find(name, tenant.tiers)
     if tier is not None:
         check_may_use(tenant, tier)
     return json_reply(_model(name))

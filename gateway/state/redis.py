@@ -89,7 +89,7 @@ class Guard:
     def _failed(self, op: str, result: str) -> None:
         self._on_op(op, result)
         if self._is_closed:
-            self._breaker.attempt().end(RedisError(result))
+            self._breaker.begin().end(RedisError(result))
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe())
 
@@ -101,7 +101,7 @@ class Guard:
                 await self._try_once()
 
     async def _try_once(self) -> None:
-        attempt = self._breaker.attempt()
+        attempt = self._breaker.begin()
         try:
             await self._ping()
         except Exception as error:  # whatever it is: a probe that ends would leave the circuit open for ever

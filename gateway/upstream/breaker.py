@@ -1,11 +1,11 @@
-"""The circuit breaker: keeps calls away from a worker that fails, and lets a few through to see whether it is back.
+"""The circuit breaker: keeps calls away from a failing target, and lets a few probes through to see if it recovered.
 
-    closed ──rate of failures over the window──► open ──jittered wait──► half-open ──enough successes──► closed
-                                                   ▲                        │
-                                                   └────── one failure ─────┘
+    closed ──failure rate over the window──► open ──jittered wait──► half-open ──enough successes──► closed
+                                              ▲                          │
+                                              └─────── one failure ──────┘
 
-Pure decisions over an injected clock; the caller carries them out, and may wait for them to change. What says nothing
-about the worker's health (a client's mistake, a full queue, a cancellation) is neutral: neither failure nor success.
+Pure decisions over an injected clock. Errors that say nothing about the target's health (a client's mistake, a full
+queue, a cancellation) are neutral: neither failure nor success.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum, IntEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.bell import Bell
 from gateway.errors import CircuitOpen
 from gateway.upstream.deadline import Deadline
 from workers.api.config import Seconds
@@ -42,7 +42,7 @@ class Outcome(Enum):
 
 
 class BreakerSettings(BaseModel):
-    """Opens when, of at least `min_outcomes` outcomes within the last `window_s`, a share of `failure_rate` failed."""
+    """The circuit opens when a share of `failure_rate` of at least `min_outcomes` calls within `window_s` failed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class BreakerSettings(BaseModel):
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """What a call's end says about the health of the one that was called."""
+    """What the end of a call says about the target's health."""
     if error is None:
         return Outcome.SUCCESS
     if isinstance(error, (asyncio.CancelledError, GeneratorExit, Overloaded)):
@@ -67,9 +67,26 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return Outcome.FAILURE
 
 
+class ChangeSignal:
+    """Wakes every waiter when something changed. For use on one event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        event, self._next = self._next, asyncio.Event()
+        event.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next change, or after the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._next.wait()
+
+
 class Breaker:
-    """One target's circuit. `attempt` admits a call, and its `end` tells how it ended. The `bell` is rung
-    when it may admit whom it did not before, or will not for longer than was known."""
+    """One target's circuit. `begin` admits a call, whose `end` reports how it ended. `changes` is notified when the
+    circuit may admit a call that it rejected before, or will reject longer than was known."""
 
     def __init__(
         self,
@@ -79,17 +96,17 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
         rng: Callable[[], float] = random.random,
         on_transition: Callable[[str, State], None] = lambda target, to: None,
-        bell: Bell | None = None,
+        changes: ChangeSignal | None = None,
     ):
         self.target = target
-        self.bell = bell or Bell()
-        self.era = 0  # counts transitions; a result admitted in an earlier era no longer counts
+        self.changes = changes or ChangeSignal()
+        self.era = 0  # counts transitions; the result of a call from an earlier era no longer counts
         self._settings = settings
         self._clock = clock
         self._rng = rng
         self._on_transition = on_transition
         self._state = State.CLOSED
-        self._outcomes: deque[tuple[float, bool]] = deque()  # (when, failed)
+        self._outcomes: deque[tuple[float, bool]] = deque()  # (time, failed)
         self._num_failed = 0  # of these
         self._reopens_at = 0.0
         self._probes = 0
@@ -103,73 +120,60 @@ class Breaker:
 
     @property
     def admits(self) -> bool:
-        """Whether a call would be let through now."""
+        """Whether a call would be admitted now."""
         state = self.state
         return state is State.CLOSED or (state is State.HALF_OPEN and self._probes < self._settings.num_probes)
 
-    def may_admit_by(self, by: Deadline) -> bool:
-        """Whether a call may be let through until then, for all that is known now."""
+    def may_admit_by(self, deadline: Deadline) -> bool:
+        """Whether a call may be admitted by the deadline, as far as is known now."""
         if self.state is State.OPEN:
-            return self._reopens_in_s <= by.remaining_s
-        return self.admits or by.remaining_s > 0
+            return self._reopens_at - self._clock() <= deadline.remaining_s
+        return self.admits or deadline.remaining_s > 0
 
     @property
     def admits_in_s(self) -> float:
-        """When a call will be let through, if nothing happens before: never, beside a trial under way."""
-        return self._reopens_in_s if self.state is State.OPEN else 0.0 if self.admits else math.inf
+        """Time until a call is admitted if nothing else happens; infinite while a probe is running."""
+        if self.state is State.OPEN:
+            return self._reopens_at - self._clock()
+        return 0.0 if self.admits else math.inf
 
     @property
     def retry_after_s(self) -> float:
-        """What to tell those that are not let through."""
+        """Sent to clients whose call was rejected."""
         return self._settings.open_s
 
-    def attempt(self) -> Attempt:
-        """Raises `CircuitOpen` where the call is not let through."""
+    def begin(self) -> BreakerCall:
+        """Raises `CircuitOpen` if the call is not admitted."""
         if not self.admits:
             raise CircuitOpen(f"the circuit of {self.target} is open", retry_after_s=self.retry_after_s)
-        probing = self._state is State.HALF_OPEN
-        self._probes += probing
-        return Attempt(self, self.era, probing)
+        is_probe = self._state is State.HALF_OPEN
+        self._probes += is_probe
+        return BreakerCall(self, self.era, is_probe)
 
-    @property
-    def _reopens_in_s(self) -> float:
-        return self._reopens_at - self._clock()
-
-    def _record(self, era: int, outcome: Outcome) -> None:
+    def record(self, era: int, outcome: Outcome) -> None:
+        """Count the outcome of a call that was admitted in `era`."""
         if era != self.era or outcome is Outcome.NEUTRAL:
             return
+        settings = self._settings
         if self._state is State.HALF_OPEN:
-            self._record_probe(outcome)
+            self._successes += outcome is Outcome.SUCCESS
+            if outcome is Outcome.FAILURE:
+                self._enter(State.OPEN)
+            elif self._successes >= settings.num_successes:
+                self._enter(State.CLOSED)
         elif self._state is State.CLOSED:
-            self._note(outcome is Outcome.FAILURE)
-            if self._is_failing:
+            now, outcomes, failed = self._clock(), self._outcomes, outcome is Outcome.FAILURE
+            outcomes.append((now, failed))
+            self._num_failed += failed
+            while len(outcomes) > settings.window or outcomes[0][0] < now - settings.window_s:
+                self._num_failed -= outcomes.popleft()[1]
+            if len(outcomes) >= settings.min_outcomes and self._num_failed / len(outcomes) >= settings.failure_rate:
                 self._enter(State.OPEN)
 
-    def _record_probe(self, outcome: Outcome) -> None:
-        self._successes += outcome is Outcome.SUCCESS
-        if outcome is Outcome.FAILURE:
-            self._enter(State.OPEN)
-        elif self._successes >= self._settings.num_successes:
-            self._enter(State.CLOSED)
-
-    def _release(self, era: int) -> None:
+    def release_probe(self, era: int) -> None:
         if era == self.era:
             self._probes -= 1
-            self.bell.ring()
-
-    def _note(self, failed: bool) -> None:
-        """The outcome joins the window, and those leave that are too old or too many."""
-        now, outcomes, settings = self._clock(), self._outcomes, self._settings
-        outcomes.append((now, failed))
-        self._num_failed += failed
-        while len(outcomes) > settings.window or outcomes[0][0] < now - settings.window_s:
-            self._num_failed -= outcomes.popleft()[1]
-
-    @property
-    def _is_failing(self) -> bool:
-        num_recent = len(self._outcomes)
-        enough = num_recent >= self._settings.min_outcomes
-        return enough and self._num_failed / num_recent >= self._settings.failure_rate
+            self.changes.notify()
 
     def _enter(self, state: State) -> None:
         self._state = state
@@ -181,58 +185,55 @@ class Breaker:
             spread = 1 + self._settings.jitter * (2 * self._rng() - 1)
             self._reopens_at = self._clock() + self._settings.open_s * spread
         self._on_transition(self.target, state)
-        self.bell.ring()
+        self.changes.notify()
 
 
-async def until_one_admits(circuits: Callable[[], Sequence[Breaker]], by: Deadline) -> bool:
-    """Waits until one of the circuits would let a call through: for the end of a trial under way, or for the time to
-    try again. `circuits` tells which there are now; all share a bell, which is rung when there are others, too.
+class BreakerCall:
+    """One admitted call. Its end is recorded once; `succeed` may report early that the target is well."""
 
-    False where none is left to wait for: none may admit until then, or all that may had a trial fail meanwhile.
+    def __init__(self, breaker: Breaker, era: int, is_probe: bool):
+        self._breaker = breaker
+        self._era = era
+        self._is_probe = is_probe
+        self._recorded: Outcome | None = None
+
+    def succeed(self) -> None:
+        """The target does its work; a later end counts only if it is a failure."""
+        self._record(Outcome.SUCCESS)
+
+    def end(self, error: BaseException | None) -> None:
+        """After an early success, only a failure is recorded."""
+        outcome = outcome_of(error)
+        if self._recorded is None:
+            self._record(outcome)
+        elif outcome is Outcome.FAILURE and self._recorded is Outcome.SUCCESS:
+            self._recorded = outcome
+            self._breaker.record(self._era, outcome)
+
+    def _record(self, outcome: Outcome) -> None:
+        if self._recorded is not None:
+            return
+        self._recorded = outcome
+        if self._is_probe:
+            self._breaker.release_probe(self._era)
+        self._breaker.record(self._era, outcome)
+
+
+async def wait_until_one_admits(circuits: Callable[[], Sequence[Breaker]], deadline: Deadline) -> bool:
+    """Wait until one of the circuits would admit a call: for a running probe to end, or for an open circuit's retry.
+
+    `circuits` returns the present ones; they share one change signal, which also reports that the list changed. False
+    if there is none left to wait for: none may admit by the deadline, or each that may had a probe fail meanwhile.
     """
     eras: dict[Breaker, int] = {}
     while not any(circuit.admits for circuit in circuits()):
-        hopeful = [
-            circuit
-            for circuit in circuits()
-            if circuit.may_admit_by(by) and not _has_failed_since(circuit, eras.setdefault(circuit, circuit.era))
-        ]
+        hopeful = []
+        for circuit in circuits():
+            if circuit.may_admit_by(deadline):
+                era = eras.setdefault(circuit, circuit.era)
+                if circuit.state is not State.OPEN or circuit.era == era:  # else its probe failed meanwhile
+                    hopeful.append(circuit)
         if not hopeful:
             return False
-        await hopeful[0].bell.heard(min(by.remaining_s, *(circuit.admits_in_s for circuit in hopeful)))
+        await hopeful[0].changes.wait(min(deadline.remaining_s, *(circuit.admits_in_s for circuit in hopeful)))
     return True
-
-
-def _has_failed_since(circuit: Breaker, era: int) -> bool:
-    return circuit.state is State.OPEN and circuit.era != era
-
-
-class Attempt:
-    """One admitted call. What ends it is recorded once; `succeed` may say early that the target is well."""
-
-    def __init__(self, breaker: Breaker, era: int, probing: bool):
-        self._breaker = breaker
-        self._era = era
-        self._probing = probing
-        self._settled: Outcome | None = None
-
-    def succeed(self) -> None:
-        """The target does its work; how the call ends later matters only if it ends badly."""
-        self._settle(Outcome.SUCCESS)
-
-    def end(self, error: BaseException | None) -> None:
-        """Records the end; a second end is only heard when it is a failure after an early success."""
-        outcome = outcome_of(error)
-        if self._settled is None:
-            self._settle(outcome)
-        elif outcome is Outcome.FAILURE and self._settled is Outcome.SUCCESS:
-            self._settled = outcome
-            self._breaker._record(self._era, outcome)
-
-    def _settle(self, outcome: Outcome) -> None:
-        if self._settled is not None:
-            return
-        self._settled = outcome
-        if self._probing:
-            self._breaker._release(self._era)
-        self._breaker._record(self._era, outcome)

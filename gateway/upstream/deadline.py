@@ -30,7 +30,7 @@ class Deadline:
         return self.at - self.clock()
 
     def share(self, fraction: float) -> Deadline:
-        """The instant at which `fraction` of what is left now has passed."""
+        """The instant at which `fraction` of the time left now will have passed."""
         return Deadline.after(max(0.0, self.remaining_s) * fraction, self.clock)
 
     def less(self, reserve_s: float) -> Deadline:
@@ -39,8 +39,11 @@ class Deadline:
     def earlier(self, other: Deadline) -> Deadline:
         return self if self.at <= other.at else other
 
+    def later(self, other: Deadline) -> Deadline:
+        return self if self.at >= other.at else other
+
     async def bound(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Waits until the deadline at most; then cancels and raises `DeadlineExceeded`."""
+        """Wait until the deadline at most. Then cancel, and raise `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(max(0.0, self.remaining_s)):
                 return await awaitable

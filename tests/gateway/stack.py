@@ -67,7 +67,7 @@ class Stack:
 
     async def look(self) -> None:
         """Makes the gateway look at every worker now."""
-        await self.app.state.gateway.parts.fleet.look()
+        await self.app.state.gateway.parts.fleet.check_health()
 
 
 @asynccontextmanager

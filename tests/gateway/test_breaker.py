@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.errors import CircuitOpen, RateLimited
-from gateway.upstream.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of, until_one_admits
+from gateway.upstream.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of, wait_until_one_admits
 from gateway.upstream.deadline import Deadline
 from workers.api.errors import (
     CacheNotFound,
@@ -47,7 +47,7 @@ def breaker(clock: Clock) -> Breaker:
 
 def end(breaker: Breaker, *errors: BaseException | None) -> None:
     for error in errors:
-        breaker.attempt().end(error)
+        breaker.begin().end(error)
 
 
 def opened(breaker: Breaker) -> None:
@@ -61,7 +61,7 @@ def test_opens_at_the_rate_over_the_minimum(breaker: Breaker) -> None:
     end(breaker, GONE)
     assert breaker.state is State.OPEN
     with pytest.raises(CircuitOpen, match="large-0"):
-        breaker.attempt()
+        breaker.begin()
 
 
 def test_stays_closed_below_the_rate(breaker: Breaker) -> None:
@@ -104,11 +104,11 @@ def test_what_counts_as_failure(error: BaseException) -> None:
 def test_half_open_admits_its_probes_and_rejects_the_rest_at_once(breaker: Breaker, clock: Clock) -> None:
     opened(breaker)
     clock.now += 2.0
-    breaker.attempt()
-    breaker.attempt()
+    breaker.begin()
+    breaker.begin()
     assert not breaker.admits
     with pytest.raises(CircuitOpen):
-        breaker.attempt()
+        breaker.begin()
 
 
 def test_two_successes_close_it(breaker: Breaker, clock: Clock) -> None:
@@ -140,8 +140,8 @@ def test_a_cancelled_probe_gives_its_place_back(breaker: Breaker, clock: Clock) 
 async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(breaker: Breaker, clock: Clock) -> None:
     opened(breaker)
     clock.now += 2.0
-    probes = [breaker.attempt(), breaker.attempt()]
-    waiting = asyncio.create_task(until_one_admits(lambda: [breaker], Deadline.after(5.0)))
+    probes = [breaker.begin(), breaker.begin()]
+    waiting = asyncio.create_task(wait_until_one_admits(lambda: [breaker], Deadline.after(5.0)))
     await asyncio.sleep(0)
     assert not waiting.done()
     probes[0].end(asyncio.CancelledError())
@@ -150,7 +150,7 @@ async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(break
 
 
 def test_a_call_from_before_it_opened_closes_nothing(breaker: Breaker, clock: Clock) -> None:
-    early = [breaker.attempt() for _ in range(6)]
+    early = [breaker.begin() for _ in range(6)]
     opened(breaker)
     clock.now += 2.0
     assert breaker.state is State.HALF_OPEN
@@ -173,7 +173,7 @@ def test_the_open_time_is_jittered(clock: Clock, rng: Callable[[], float], reope
 
 def test_a_stream_that_breaks_after_its_first_token_counts(breaker: Breaker) -> None:
     for _ in range(2):
-        attempt = breaker.attempt()
+        attempt = breaker.begin()
         attempt.succeed()
         attempt.end(GONE)
     assert breaker.state is State.OPEN, "two successes and two failures"
@@ -181,7 +181,7 @@ def test_a_stream_that_breaks_after_its_first_token_counts(breaker: Breaker) -> 
 
 def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
     for _ in range(2):
-        attempt = breaker.attempt()
+        attempt = breaker.begin()
         attempt.succeed()
         attempt.end(None)
     end(breaker, GONE, GONE)
@@ -190,7 +190,7 @@ def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
 
 def test_a_failure_that_is_told_twice_counts_once(breaker: Breaker) -> None:
     for _ in range(3):
-        attempt = breaker.attempt()
+        attempt = breaker.begin()
         attempt.end(GONE)
         attempt.end(GONE)
     assert breaker.state is State.CLOSED, "three outcomes say nothing yet"

@@ -67,7 +67,7 @@ async def test_a_text_is_read_too(stack: Stack) -> None:
 async def test_an_id_of_another_tenant_is_as_unknown_as_one_that_never_was(stack: Stack, foreign: bool) -> None:
     cache_id = (await made(stack, "default"))["cache_id"] if foreign else UNKNOWN
     refused = await mapped(stack, cache_id)
-    message = f"cache_id: there is no cache {cache_id}; read its prefix again"
+    message = f"cache_id: unknown cache {cache_id}; prefill its prefix again"
     error = {"message": message, "type": "invalid_request_error", "param": "cache_id", "code": "cache_not_found"}
     assert (refused.status_code, refused.json()) == (404, {"error": error})
     reply = await ask(stack, cache_id)

@@ -40,7 +40,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"seed": 2**70}, "seed", "seed"),
         ({"n": 2}, "n", "Input should be 1; got 2"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "allowed: text"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "supported: text"),
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"presence_penalty": 0.5}, "presence_penalty", "Input should be 0"),
         ({"colour": "red"}, "colour", "unknown field 'colour'; known: model, temperature"),
@@ -49,7 +49,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"kvrelay": {"policy": "best"}}, "kvrelay.policy", "unknown policy 'best'; known: fixed, confidence"),
         ({"kvrelay": {"max_tier": "huge"}}, "kvrelay.max_tier", "unknown tier 'huge'; known: small, large"),
         ({"kvrelay": {"agreement_probe": 65}}, "kvrelay.agreement_probe", "less than or equal to 64"),
-        ({"model": "large", "kvrelay": {"max_tier": "small"}}, "kvrelay.max_tier", "'large' lies above"),
+        ({"model": "large", "kvrelay": {"max_tier": "small"}}, "kvrelay.max_tier", "'large' is above"),
         ({"model": "large", "kvrelay": {"policy": "fixed"}}, "kvrelay.policy", "'auto' instead of 'large'"),
         ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "not permitted"),
     ],
@@ -328,5 +328,5 @@ async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(stack: Stack) -
         await stack.http.get("/v1/models", headers={"authorization": "canary"})
     (bug,) = [line for line in logged if line["event"] == "internal_error"]
     assert bug["error"] == "ValueError"
-    assert "in authenticate" in bug["traceback"][-1]
+    assert "in authenticate" in bug["where"][-1]
     assert "canary" not in str(logged)

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import RateLimited
 from gateway.upstream.deadline import Deadline
-from gateway.upstream.limits import Gate, Shares
+from gateway.upstream.limits import Gate, TenantShares
 from workers.api.errors import DeadlineExceeded, Overloaded
 
 
@@ -64,7 +64,7 @@ async def test_a_place_is_given_back_on_cancellation() -> None:
 
 
 def test_a_tenant_over_its_share_is_told_429() -> None:
-    shares = Shares(1)
+    shares = TenantShares(1)
     with shares.one("a"):
         with shares.one("b"):
             pass

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.errors import NoUsableWorker
-from gateway.upstream.fleet import AFFINITY_SLACK, Tier
+from gateway.upstream.tier import AFFINITY_SLACK, Tier
 from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
 from tools.fake_worker import FakeWorker
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix import Chain, num_stable, plain
+from gateway.request.lookup import Chain, num_stable, plain
 from workers.api.schemas import Message
 
 SALT, OTHER_SALT = "0" * 64, "1" * 64

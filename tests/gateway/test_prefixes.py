@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.upstream.fleet import Tier
+from gateway.upstream.tier import Tier
 from tests.gateway.stack import MESSAGES, Stack, told
 
 

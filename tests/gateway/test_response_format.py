@@ -53,8 +53,8 @@ async def test_auto_chooses_among_those_that_have_it(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "small"}, "'json_object' is nothing that 'fake-small' can be asked for; allowed: text"),
-        ({"model": "auto", "kvrelay": {"max_tier": "small"}}, "nothing that 'fake-small' can be asked for"),
+        ({"model": "small"}, "response_format 'json_object' is not supported by 'fake-small'; supported: text"),
+        ({"model": "auto", "kvrelay": {"max_tier": "small"}}, "is not supported by 'fake-small'"),
     ],
 )
 async def test_another_is_named_with_what_it_has(stack: Stack, fields: dict[str, Any], message: str) -> None:
@@ -68,7 +68,7 @@ async def test_another_is_named_with_what_it_has(stack: Stack, fields: dict[str,
 async def test_where_none_has_it_all_are_named(stack: Stack) -> None:
     refused = await stack.chat(response_format=JSON)
     assert refused.status_code == 400
-    assert "'fake-small' nor 'fake-large' can be asked for; allowed: text" in refused.json()["error"]["message"]
+    assert "'fake-small' or 'fake-large'; supported: text" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

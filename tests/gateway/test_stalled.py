@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gateway.answers import Answers
+from gateway.request.steps import chunk_interval_s, max_gap_s
+from gateway.request.turn import Turn
 from gateway.schemas import ChatCompletionRequest
 from gateway.settings import from_values
+from gateway.state.tenants import Tenants
 from gateway.upstream.deadline import Deadline
 from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told, values
 from workers.api.schemas import Message
@@ -78,22 +79,21 @@ async def test_a_slow_answer_is_no_late_one() -> None:
 @pytest.mark.parametrize("remaining_s", [0.1, 1.0, 60.0])
 @pytest.mark.parametrize("token_gap_s", [0.1, 10.0])
 def test_what_a_worker_may_hold_back_is_no_gap(stream: bool, remaining_s: float, token_gap_s: float) -> None:
-    answers = answers_to({"stream": stream}, remaining_s, token_gap_s)
-    assert answers.max_gap_s <= token_gap_s
-    assert answers.max_gap_s >= 2 * answers.interval_s
-    assert bool(answers.interval_s) is not stream
+    turn = turn_of({"stream": stream}, remaining_s, token_gap_s)
+    assert max_gap_s(turn) <= token_gap_s
+    assert max_gap_s(turn) >= 2 * chunk_interval_s(turn)
+    assert bool(chunk_interval_s(turn)) is not stream
 
 
 def test_what_a_probe_reads_behind_the_answer_is_no_gap() -> None:
-    answers = answers_to({"kvrelay": {"agreement_probe": 8}}, remaining_s=60.0, token_gap_s=1.0)
-    assert answers.max_gap_s == pytest.approx(60.0, abs=1.0)
+    turn = turn_of({"kvrelay": {"agreement_probe": 8}}, remaining_s=60.0, token_gap_s=1.0)
+    assert max_gap_s(turn) == pytest.approx(60.0, abs=1.0)
 
 
-def answers_to(asked: dict[str, Any], remaining_s: float, token_gap_s: float) -> Answers:
+def turn_of(asked: dict[str, Any], remaining_s: float, token_gap_s: float) -> Turn:
     settings = from_values(values(deadlines={"token_gap_s": token_gap_s}))
     request = ChatCompletionRequest.model_validate({"model": "auto", "messages": [Message(**MESSAGES[-1])]} | asked)
-    turn = SimpleNamespace(request=request, deadline=Deadline.after(remaining_s))
-    return Answers(SimpleNamespace(turn=turn, parts=SimpleNamespace(settings=settings)))
+    return Turn(settings, Tenants(settings, "secret").authenticate(None), request, Deadline.after(remaining_s), 0.0)
 
 
 async def test_a_model_by_name_has_the_whole_deadline() -> None:

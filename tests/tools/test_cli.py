@@ -38,7 +38,7 @@ def test_the_rest_of_the_line_goes_to_the_command(commands: list[EntryPoint], ca
 def test_help_lists_the_commands(argv: list[str], commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
     assert run(argv, commands) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[4:6] == ["  greet  say hello", "  heavy"]
+    assert out.splitlines()[3:5] == ["  greet  say hello", "  heavy"]
 
 
 def test_help_says_a_line_of_each_command_and_loads_none() -> None:

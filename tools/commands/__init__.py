@@ -1,1 +1,1 @@
-"""The commands, one module each: `main(argv) -> exit status`. They call workers over HTTP only."""
+"""Commands of the gateway, one module each: `main(argv) -> exit status`. They reach workers over HTTP only."""

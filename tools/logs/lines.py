@@ -1,0 +1,50 @@
+"""A log is a file of JSON lines, one object a request; it may be packed by gzip, or come by standard input."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+STDIN = Path("-")
+GZIP = b"\x1f\x8b"
+
+
+class LogUnusable(ValueError):
+    """The message names the file, the line and what is needed."""
+
+
+def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place (`FILE:LINE`) and the object of every line that is not empty. Raises `LogUnusable`."""
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                content = line.removeprefix(BOM_UTF8) if number == 1 else line
+                if content.strip():
+                    yield f"{path}:{number}", _object(f"{path}:{number}", content)
+    except (OSError, EOFError, zlib.error) as error:
+        told = error.strerror if isinstance(error, OSError) else None
+        raise LogUnusable(f"cannot read {path}: {told or error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterable[bytes]]:
+    is_stdin = path == STDIN
+    with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
+        yield gzip.open(file) if file.peek(len(GZIP)).startswith(GZIP) else file
+
+
+def _object(place: str, line: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise LogUnusable(f"{place} is not JSON: {error.msg}, at character {error.colno}") from error
+    if not isinstance(value, dict):
+        raise LogUnusable(f"{place} is a JSON {type(value).__name__}; an object is needed")
+    return value
