@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.gateway.golden.world import POLL_S, World
+from tools.fake_worker import FakeWorker
 from workers.api.errors import (
     BundleUnusable,
     CacheMismatch,
@@ -29,7 +30,6 @@ from workers.api.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from tools.fake_worker import FakeWorker
 
 Json = dict[str, Any]
 
