@@ -1,4 +1,4 @@
-"""The soak as a command, on real processes; and that its oracle tells a wrong answer from a right one."""
+"""`kvrelay soak` on real processes, and its oracle on right and wrong answers."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.running import START_S, Cluster, Reply, request
+from tests.e2e.running import START_S, Cluster, request
 from tests.e2e.talks import talk
 from tests.e2e.test_up import ROOT
-from tools.soak.client import Exchange
-from tools.soak.oracle import Oracle
-from tools.soak.talks import Ask
+from tools.soak.checks import Oracle
+from tools.soak.requests import SoakExchange, SoakRequest
 from workers.families import Family
 
 
-async def test_the_oracle_tells_wrong_tokens_from_right_ones(cluster: Cluster, family: Family) -> None:
-    """A mapped answer as the worker gave it; then with another token, another likelihood, one token fewer, other
-    text, and taken for an answer of which nothing was mapped."""
-    right = exchange_of(cluster.client.escalate(talk("Ariel")), Ask(request(talk("Ariel"))))
+async def test_oracle_rejects_wrong_tokens(cluster: Cluster, family: Family) -> None:
+    """A mapped answer of the worker passes; with another token, log-probability, length, text or number of mapped
+    tokens it does not."""
+    reply, sent = cluster.client.escalate(talk("Ariel")), SoakRequest(request(talk("Ariel")))
+    right = SoakExchange(
+        "default", sent, 0.0, ended="whole", text=reply.text, tokens=reply.tokens, kvrelay=reply.told
+    )
     first, *rest = right.tokens
     wrong = [
         replace(right, tokens=[first | {"token": " never"}, *rest]),
         replace(right, tokens=[first | {"logprob": first["logprob"] - 0.1}, *rest]),
         replace(right, tokens=rest),
         replace(right, text=right.text + "!"),
-        replace(right, told=right.told | {"mapped_tokens": 0}),
+        replace(right, kvrelay=right.kvrelay | {"mapped_tokens": 0}),
     ]
     folders = {"small": str(family.source), "large": str(family.target), "bundle": str(family.bundle)}
     async with Oracle(folders, threads=1, timeout_s=START_S) as oracle:
-        assert await oracle.wrong(right) is None
-        assert [bool(await oracle.wrong(one)) for one in wrong] == [True] * len(wrong)
-
-
-def exchange_of(reply: Reply, ask: Ask) -> Exchange:
-    return Exchange("default", ask, 0.0, ended="whole", text=reply.text, tokens=reply.tokens, told=reply.told)
+        assert await oracle.error_in(right) is None
+        assert [bool(await oracle.error_in(one)) for one in wrong] == [True] * len(wrong)
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
@@ -55,8 +53,8 @@ def test_a_short_soak(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "nothing was wrong" in ended.stdout
-    told: dict[str, Any] = json.loads(report.read_text())
-    assert told["checked"] > 0 and told["requests"] >= told["checked"]
-    assert (told["wrong_answers"], told["errors"], told["late_answers"], told["verdict"]) == (0, 0, 0, [])
-    assert {sample["part"] for sample in told["samples"]} == {"gateway", "small-0", "small-1", "large-0"}
+    content: dict[str, Any] = json.loads(report.read_text())
+    assert content["checked"] > 0 and content["requests"] >= content["checked"]
+    assert (content["wrong_answers"], content["errors"], content["late_answers"], content["verdict"]) == (0, 0, 0, [])
+    assert {sample["part"] for sample in content["samples"]} == {"gateway", "small-0", "small-1", "large-0"}
     assert not list(scratch.iterdir())

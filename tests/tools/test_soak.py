@@ -1,4 +1,4 @@
-"""The soak's checks: each kind of thing that may be wrong is found, and what is well is left alone."""
+"""The soak's checks: every kind of problem is found, and nothing else is reported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 
 from tools.commands import soak as command
-from tools.soak.client import Exchange
-from tools.soak.faults import Faults, Span, plan
-from tools.soak.judge import FRESH_TOKENS, SLACK_S, judge
-from tools.soak.load import Seen
-from tools.soak.report import Report
-from tools.soak.run import until_time_is_up
-from tools.soak.samples import BOUNDS, MEASURES, Sample, look_at, slopes
-from tools.soak.talks import Ask, Writer
+from tools.soak.checks import FRESH_TOKENS, SLACK_S, violations
+from tools.soak.faults import FaultInjector, Outage, plan
+from tools.soak.load import Tally
+from tools.soak.requests import RequestWriter, SoakExchange, SoakRequest
+from tools.soak.run import SoakReport, run_until
+from tools.soak.watch import BOUNDS, MEASURES, ProcessSample, sample_process, slopes
 from tools.stack import StackError
 
 REQUEST_S = 30.0
@@ -34,20 +32,22 @@ OVERLOADED = {"type": "overloaded", "code": "no_usable_worker", "message": "none
 WAIT = {"retry-after": "2"}
 
 
-def ask(model: str = "auto", *, stream: bool = False, refused_with: tuple[int, ...] = (), **options: Any) -> Ask:
+def request(
+    model: str = "auto", *, stream: bool = False, refused_with: tuple[int, ...] = (), **options: Any
+) -> SoakRequest:
     body = {"model": model, "messages": PROMPT, "max_tokens": 4, "stream": stream, "kvrelay": options}
-    return Ask(body, refused_with=refused_with)
+    return SoakRequest(body, refused_with=refused_with)
 
 
-def answered(asked: Ask | None = None, **changes: Any) -> Exchange:
-    """A right answer, in time."""
-    told = {"tier": "large", "path": "prefill", "mapped_tokens": 0, "cached_tokens": 0}
-    whole = Exchange("ashwood", asked or ask(), 0.0, ended_at=1.0, ended="whole", status=200, told=told)
+def answered(sent: SoakRequest | None = None, **changes: Any) -> SoakExchange:
+    """A correct answer, in time."""
+    kvrelay = {"tier": "large", "path": "prefill", "mapped_tokens": 0, "cached_tokens": 0}
+    whole = SoakExchange("ashwood", sent or request(), 0.0, ended_at=1.0, ended="whole", status=200, kvrelay=kvrelay)
     return replace(whole, **changes)
 
 
-def failed(asked: Ask | None = None, status: int = 503, error: Any = OVERLOADED, **changes: Any) -> Exchange:
-    return answered(asked, ended="error", status=status, error=error, headers=WAIT, told={}, **changes)
+def failed(sent: SoakRequest | None = None, status: int = 503, error: Any = OVERLOADED, **changes: Any) -> SoakExchange:
+    return answered(sent, ended="error", status=status, error=error, headers=WAIT, kvrelay={}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -56,70 +56,70 @@ def failed(asked: Ask | None = None, status: int = 503, error: Any = OVERLOADED,
         ("leak_of_text", answered(text="It is Tabafegozi.")),
         ("leak_of_text", answered(ended="hung_up", text="tabafegozi")),
         ("late", answered(ended_at=REQUEST_S + SLACK_S + 0.1)),
-        ("late", failed(ask(refused_with=(400,)), 400, ended_at=REQUEST_S + SLACK_S + 0.1)),
+        ("late", failed(request(refused_with=(400,)), 400, ended_at=REQUEST_S + SLACK_S + 0.1)),
         ("error", answered(ended="cut", status=None)),
         ("error", failed()),
         ("error", failed(error={"type": "internal_error", "code": "internal_error", "message": "a bug"}, status=500)),
-        ("error", failed(ask(refused_with=(400,)), 404)),
-        ("error", answered(ask(refused_with=(400,)))),
-        ("wrong_answer", answered(ask("large"), told=MAPPED)),
-        ("wrong_answer", answered(ask(exact=True), told=MAPPED)),
-        ("wrong_answer", answered(ask(no_cache=True), told=MAPPED)),
-        ("wrong_answer", answered(told=MAPPED | {"path": "exact"})),
-        ("wrong_answer", answered(told=MAPPED | {"mapped_tokens": 0})),
-        ("wrong_answer", answered(ask("small"))),
-        ("wrong_answer", answered(told={})),
-        ("wrong_answer", answered(is_fresh=True, told=MAPPED | {"handoff_tokens": None})),
-        ("wrong_answer", answered(is_fresh=True, told={"path": "exact", "cached_tokens": FRESH_TOKENS + 1})),
+        ("error", failed(request(refused_with=(400,)), 404)),
+        ("error", answered(request(refused_with=(400,)))),
+        ("wrong_answer", answered(request("large"), kvrelay=MAPPED)),
+        ("wrong_answer", answered(request(exact=True), kvrelay=MAPPED)),
+        ("wrong_answer", answered(request(no_cache=True), kvrelay=MAPPED)),
+        ("wrong_answer", answered(kvrelay=MAPPED | {"path": "exact"})),
+        ("wrong_answer", answered(kvrelay=MAPPED | {"mapped_tokens": 0})),
+        ("wrong_answer", answered(request("small"))),
+        ("wrong_answer", answered(kvrelay={})),
+        ("wrong_answer", answered(is_fresh=True, kvrelay=MAPPED | {"handoff_tokens": None})),
+        ("wrong_answer", answered(is_fresh=True, kvrelay={"path": "exact", "cached_tokens": FRESH_TOKENS + 1})),
     ],
 )
-def test_what_is_wrong_is_found(kind: str, exchange: Exchange) -> None:
-    assert [finding.kind for finding in judge(exchange, (), CANARIES, REQUEST_S)] == [kind]
+def test_violations_are_found(kind: str, exchange: SoakExchange) -> None:
+    assert [found.kind for found in violations(exchange, (), CANARIES, REQUEST_S)] == [kind]
 
 
 @pytest.mark.parametrize(
     "exchange",
     [
         answered(),
-        answered(text="It is kumonasovi.", told=MAPPED, is_fresh=True),
-        answered(ask("large")),
-        answered(ended_at=REQUEST_S, told={"path": "exact", "cached_tokens": 500}),
+        answered(text="It is kumonasovi.", kvrelay=MAPPED, is_fresh=True),
+        answered(request("large")),
+        answered(ended_at=REQUEST_S, kvrelay={"path": "exact", "cached_tokens": 500}),
         answered(ended="hung_up", status=None),
-        failed(ask(refused_with=(400, 413)), 413),
+        failed(request(refused_with=(400, 413)), 413),
     ],
 )
-def test_what_is_well_is_left_alone(exchange: Exchange) -> None:
-    assert judge(exchange, (), CANARIES, REQUEST_S) == []
+def test_valid_exchanges_pass(exchange: SoakExchange) -> None:
+    assert violations(exchange, (), CANARIES, REQUEST_S) == []
 
 
 @pytest.mark.parametrize(
     ("exchange", "broken", "is_excused"),
     [
-        (failed(ask("large")), {"large"}, True),
-        (failed(ask("large")), {"small"}, False),
-        (failed(ask(refused_with=(400,))), {"large"}, True),
-        (failed(ask()), {"large"}, False),
-        (failed(ask()), {"small", "large"}, True),
-        (failed(ask(stream=True), status=200), {"small"}, True),
-        (failed(ask(), error=OVERLOADED | {"type": "internal_error"}), {"small", "large"}, False),
-        (failed(ask("large"), error=OVERLOADED | {"code": None}), {"large"}, False),
-        (replace(failed(ask("large")), headers={}), {"large"}, False),
-        (answered(ask("large"), ended="cut"), {"small", "large"}, False),
-        (answered(ask("large"), text="tabafegozi"), {"small", "large"}, False),
+        (failed(request("large")), {"large"}, True),
+        (failed(request("large")), {"small"}, False),
+        (failed(request(refused_with=(400,))), {"large"}, True),
+        (failed(request()), {"large"}, False),
+        (failed(request()), {"small", "large"}, True),
+        (failed(request(stream=True), status=200), {"small"}, True),
+        (failed(request(), error=OVERLOADED | {"type": "internal_error"}), {"small", "large"}, False),
+        (failed(request("large"), error=OVERLOADED | {"code": None}), {"large"}, False),
+        (replace(failed(request("large")), headers={}), {"large"}, False),
+        (answered(request("large"), ended="cut"), {"small", "large"}, False),
+        (answered(request("large"), text="tabafegozi"), {"small", "large"}, False),
     ],
 )
-def test_an_error_is_excused_by_what_was_broken(exchange: Exchange, broken: set[str], is_excused: bool) -> None:
-    assert (not judge(exchange, broken, CANARIES, REQUEST_S)) == is_excused
+def test_errors_are_excused_by_broken_tiers(exchange: SoakExchange, broken: set[str], is_excused: bool) -> None:
+    assert (not violations(exchange, broken, CANARIES, REQUEST_S)) == is_excused
 
 
 def samples(
     life: int = 0, *, num: int = 300, level: float = 1e6, per_s: float = 0.0, spread: float = 0.0
-) -> list[Sample]:
-    """One process looked at once a second, all its measures alike."""
+) -> list[ProcessSample]:
+    """One process sampled once a second, with equal values of all measures."""
     rng = random.Random(life)
     values = [int(level + per_s * second + rng.uniform(-spread, spread)) for second in range(num)]
     return [
-        Sample("large-0", life, 1000.0 * life + second, value, value, value, value, value)
+        ProcessSample("large-0", life, 1000.0 * life + second, value, value, value, value, value)
         for second, value in enumerate(values)
     ]
 
@@ -131,12 +131,12 @@ def test_a_leak_is_found(measure: str) -> None:
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_what_goes_up_and_down_is_no_leak(measure: str) -> None:
+def test_noise_is_not_a_leak(measure: str) -> None:
     noisy = samples(spread=BOUNDS[measure] / 100, level=BOUNDS[measure])
     assert [one.is_leak for one in slopes(noisy, 300) if one.measure == measure] == [False]
 
 
-def test_a_slope_is_of_lives_each_on_its_own_level_and_warm() -> None:
+def test_slope_has_a_level_for_each_life_and_skips_the_warm_up() -> None:
     filling = [replace(one, memory=10**9 * int(one.at_s)) for one in samples(num=60)]
     starting = [replace(one, memory=10**9 * int(one.at_s), tasks=None) for one in samples(3, num=90)]
     lives = [*filling, *starting, *(one for life in (1, 2) for one in samples(life, level=life * 1e8, per_s=5.0))]
@@ -144,34 +144,34 @@ def test_a_slope_is_of_lives_each_on_its_own_level_and_warm() -> None:
     assert (memory.measure, memory.per_minute) == ("memory", pytest.approx(300))
 
 
-def test_a_slope_needs_something_to_go_by() -> None:
+def test_slope_needs_enough_samples() -> None:
     assert slopes(samples(num=9), 9.0) == []
 
 
-def test_a_real_process_is_looked_at() -> None:
+def test_sample_of_a_real_process() -> None:
     hold = "import sys, time; kept = bytearray(b'x') * 40_000_000; files = [open(sys.executable) for _ in range(9)]"
     talk = hold + "\nimport threading; threading.Thread(target=time.sleep, args=(60,)).start()\nprint(1, flush=True)"
-    looks = []
+    taken = []
     for source in ("import sys; print(1, flush=True); sys.stdin.read()", talk):
         with subprocess.Popen([sys.executable, "-c", source], stdin=-1, stdout=-1) as process:
             assert process.stdout and process.stdout.readline()
-            looks.append(look_at("part", process.pid, 0.0))
+            taken.append(sample_process("part", process.pid, 0.0))
             process.kill()
-    before, after = looks
+    before, after = taken
     assert before and after
     assert after.memory - before.memory > 35_000_000
     assert (after.descriptors - before.descriptors, after.threads - before.threads) == (9, 1)
-    assert look_at("part", process.pid, 0.0) is None
+    assert sample_process("part", process.pid, 0.0) is None
 
 
 async def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
-class Fake:
-    """A victim that notes what is done to it."""
+class FakeVictim:
+    """Records what is done to it."""
 
     def __init__(self, name: str, tier: str | None):
         self.name, self.tier = name, tier
@@ -184,15 +184,15 @@ class Fake:
         self.done.append("restart")
 
 
-async def test_what_is_broken_is_mended_and_remembered() -> None:
-    victims, whole = [Fake("small-0", "small"), Fake("redis", None)], False
-    faults = Faults(victims, lambda: whole, random.Random(4), every_s=0.001, longest_s=0.11)
+async def test_faults_are_repaired_and_recorded() -> None:
+    victims, usable = [FakeVictim("small-0", "small"), FakeVictim("redis", None)], False
+    faults = FaultInjector(victims, lambda: usable, random.Random(4), every_s=0.001, longest_s=0.11)
     task = asyncio.create_task(faults.run())
-    await eventually(lambda: faults.spans)
+    await eventually(lambda: faults.outages)
     assert faults.broken_tiers(time.monotonic(), time.monotonic()) == {"small"}
     await asyncio.sleep(0.5)
     now = time.monotonic()
-    assert faults.broken_tiers(now, now) == {"small"}, "until all is whole again"
+    assert faults.broken_tiers(now, now) == {"small"}, "until every tier is usable again"
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -203,10 +203,10 @@ async def test_what_is_broken_is_mended_and_remembered() -> None:
 
 
 async def until(seconds: float, *parts: Any, stopped: asyncio.Event | None = None) -> None:
-    await until_time_is_up(parts, seconds, stopped or asyncio.Event())
+    await run_until(parts, seconds, stopped or asyncio.Event())
 
 
-async def test_a_run_ends_when_its_time_is_up_or_a_signal_came_or_a_part_ended() -> None:
+async def test_run_ends_on_timeout_signal_or_end_of_a_part() -> None:
     cleaned_up: list[str] = []
 
     async def endless(name: str) -> None:
@@ -228,25 +228,25 @@ async def test_a_run_ends_when_its_time_is_up_or_a_signal_came_or_a_part_ended()
     assert cleaned_up == ["time", "signal", "end", "error"]
 
 
-def test_a_span_touches_what_it_overlaps() -> None:
-    assert Span("small", 10.0, 20.0).touches(19.0, 30.0)
-    assert not Span("small", 10.0, 20.0).touches(20.1, 30.0)
-    assert Span("small", 10.0).touches(500.0, 501.0)
-    assert not Span("small", 10.0).touches(8.0, 9.0)
+def test_outage_overlaps() -> None:
+    assert Outage("small", 10.0, 20.0).overlaps(19.0, 30.0)
+    assert not Outage("small", 10.0, 20.0).overlaps(20.1, 30.0)
+    assert Outage("small", 10.0).overlaps(500.0, 501.0)
+    assert not Outage("small", 10.0).overlaps(8.0, 9.0)
 
 
-def test_the_same_seed_strikes_and_asks_the_same() -> None:
+def test_equal_seeds_give_equal_faults_and_requests() -> None:
     def all_of(seed: str) -> list[Any]:
-        writer, rng = Writer("birch", seed, 50, 8), random.Random(seed)
+        writer, rng = RequestWriter("birch", seed, 50, 8), random.Random(seed)
         document = writer.new_document()
-        asks = [writer.ask([writer.question()]) for _ in range(20)]
-        return [document, asks, [plan(rng, ["a", "b"], 5.0) for _ in range(20)]]
+        requests = [writer.request([writer.question()]) for _ in range(20)]
+        return [document, requests, [plan(rng, ["a", "b"], 5.0) for _ in range(20)]]
 
     assert all_of("3") == all_of("3") != all_of("4")
 
 
-def test_documents_hold_their_own_canary_and_no_other() -> None:
-    writers = [Writer(tenant, "5", 100, 8) for tenant in ("ashwood", "birch")]
+def test_documents_contain_only_their_own_canary() -> None:
+    writers = [RequestWriter(tenant, "5", 100, 8) for tenant in ("ashwood", "birch")]
     documents = [writer.new_document() for writer in writers for _ in range(30)]
     canaries = set().union(*(writer.canaries for writer in writers))
     assert len(canaries) == len(documents)
@@ -256,12 +256,12 @@ def test_documents_hold_their_own_canary_and_no_other() -> None:
     assert len(set(texts)) < len(texts), "some are twins"
 
 
-def report_of(*exchanges: Exchange, minutes: float = 1.0, **changes: Any) -> Report:
-    seen = Seen(num_checked=1)
+def report_of(*exchanges: SoakExchange, minutes: float = 1.0, **changes: Any) -> SoakReport:
+    tally = Tally(num_checked=1)
     for one in exchanges:
-        seen.note(one, judge(one, (), CANARIES, REQUEST_S))
-    faults = Faults([], lambda: True, random.Random(0), 1.0, 1.0)
-    return Report("tiny", 7, minutes, seen, faults, **changes)
+        tally.add(one, violations(one, (), CANARIES, REQUEST_S))
+    faults = FaultInjector([], lambda: True, random.Random(0), 1.0, 1.0)
+    return SoakReport("tiny", 7, minutes, tally, faults, **changes)
 
 
 @pytest.mark.parametrize(
@@ -269,32 +269,32 @@ def report_of(*exchanges: Exchange, minutes: float = 1.0, **changes: Any) -> Rep
     [
         (report_of(answered(text="tabafegozi")), "1 answers with another document's canary"),
         (report_of(answered(ended_at=100.0), answered(ended_at=99.0)), "2 late answers"),
-        (report_of(answered(ask("small"))), "1 wrong answers"),
-        (report_of(failed()), "1 errors that nothing excuses"),
+        (report_of(answered(request("small"))), "1 wrong answers"),
+        (report_of(failed()), "1 errors without an excuse"),
         (report_of(samples=samples(per_s=1.0), minutes=5.0), "large-0 leaks descriptors: 3600.0 an hour, bound 60.0"),
         (report_of(troubles=["process 5 is left"]), "process 5 is left"),
     ],
 )
-def test_the_verdict_names_what_was_wrong(report: Report, verdict: str) -> None:
-    assert verdict in report.wrong
+def test_verdict_names_every_problem(report: SoakReport, verdict: str) -> None:
+    assert verdict in report.verdict
     assert verdict in report.as_json()["verdict"]
     assert verdict in report.table()
 
 
-def test_nothing_was_wrong() -> None:
+def test_verdict_is_empty_without_problems() -> None:
     report = report_of(answered(), samples=samples(), minutes=5.0)
-    assert report.wrong == []
+    assert report.verdict == []
     assert "nothing was wrong" in report.table()
-    told = report.as_json()
-    assert (told["requests"], told["wrong_answers"], told["errors"], told["faults"]) == (1, 0, 0, {})
-    assert told["slopes"].keys() == {f"large-0 {measure}" for measure in MEASURES}
-    assert [sample["at_s"] for sample in told["samples"]] == [9, 19, 29, *range(39, 300, 10)]
+    content = report.as_json()
+    assert (content["requests"], content["wrong_answers"], content["errors"], content["faults"]) == (1, 0, 0, {})
+    assert content["slopes"].keys() == {f"large-0 {measure}" for measure in MEASURES}
+    assert [sample["at_s"] for sample in content["samples"]] == [9, 19, 29, *range(39, 300, 10)]
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["--minutes", "0"], ["--minutes", "soon"], ["--minutes", "1", "--seed", "x"]]
 )
-def test_a_command_line_that_is_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(arguments)
     assert "kvrelay soak: error" in capsys.readouterr().err

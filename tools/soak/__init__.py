@@ -1,11 +1,9 @@
-"""`kvrelay soak`, in parts: what is asked, what is broken meanwhile, and what is looked at.
+"""The parts of `kvrelay soak`:
 
-    talks     documents with canaries, and the requests about them
-    client    one request and what came of it: an `Exchange`
-    load      tenants that ask, several at once
-    oracle    right tokens, from plain transformers in a process of its own
-    faults    what is killed and frozen, when, and which errors that excuses
-    judge     what is wrong with an exchange: `Finding`s
-    samples   memory, descriptors, threads, tasks of every process, and their slopes
-    report    the verdict, as a table and as JSON
+    requests   documents with canaries, requests about them, and one exchange with the gateway
+    load       tenants that send requests concurrently, and the tally of all exchanges
+    faults     which process is killed or frozen, when, and which errors that excuses
+    checks     what is wrong with an exchange; the oracle of right tokens
+    watch      memory, descriptors, threads and tasks of every process, and their growth
+    run        one soak: the stack's configuration, the run, the report
 """

@@ -1,12 +1,13 @@
-"""Tenants that ask, each several things at once, and have every answer looked at before they go on.
+"""Tenants that send several requests at once and check every answer before they go on.
 
     new document ──► a turn ──► the same with its answer and a new question ──► ...   a conversation that grows
-        │                                                                              sometimes begun anew
-        └──► now and then something that no client should send
+        │                                                                              sometimes restarted
+        └──► now and then an invalid request
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,71 +16,80 @@ from types import TracebackType
 
 import httpx
 
-from tools.soak.client import Exchange, exchange
-from tools.soak.faults import Faults
-from tools.soak.judge import Finding, judge
-from tools.soak.settings import key_of
-from tools.soak.talks import Ask, Message, Writer
+from tools.soak.checks import Violation, violations
+from tools.soak.faults import FaultInjector
+from tools.soak.requests import ChatMessage, RequestWriter, SoakExchange, SoakRequest, send
 
-BEGINNING = 32  # characters by which a tenant's texts are told apart
-MOST_TURNS = 5
-PATIENCE = 2.0  # this client waits so many deadlines of the gateway's
-MOST_FINDINGS = 1000  # that are kept; all are counted
+PREFIX_CHARS = 32  # texts of one tenant differ within these
+MAX_TURNS = 5
+TIMEOUT_FACTOR = 2.0  # this client's timeout, in deadlines of the gateway
+MAX_KEPT = 1000  # violations that are kept; all are counted
 
-Wrong = Callable[[Exchange], Awaitable[str | None]]
+TokenCheck = Callable[[SoakExchange], Awaitable[str | None]]
+
+
+def key_of(tenant: str) -> str:
+    """Return the tenant's API key. The stack listens on loopback and lives as long as the soak."""
+    return f"soak-{tenant}"
+
+
+def key_hash(tenant: str) -> str:
+    return hashlib.sha256(key_of(tenant).encode()).hexdigest()
 
 
 @dataclass
-class Seen:
-    """What all tenants' exchanges came to."""
+class Tally:
+    """Counts over the exchanges of all tenants."""
 
     num_requests: int = 0
     num_checked: int = 0  # by the oracle
-    num_own_canaries: int = 0  # answers that told the canary that was theirs to tell
+    num_own_canaries: int = 0  # answers with a canary of their own tenant
     paths: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)  # of findings, by kind
+    counts: Counter[str] = field(default_factory=Counter)  # violations by kind
     excused: Counter[str] = field(default_factory=Counter)
-    findings: list[Finding] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
     slowest_s: float = 0.0
 
-    def note(self, one: Exchange, findings: Sequence[Finding]) -> None:
+    def add(self, exchange: SoakExchange, found: Sequence[Violation]) -> None:
         self.num_requests += 1
-        self.slowest_s = max(self.slowest_s, one.took_s)
-        self.paths[one.path.partition(":")[0] if one.is_answer else one.ended] += 1
-        if one.ended == "error" and not findings and not one.ask.refused_with:
-            self.excused[f"{one.status} {one.error.get('code')}"] += 1
-        self.counts.update(finding.kind for finding in findings)
-        self.findings = [*self.findings, *findings][:MOST_FINDINGS]
+        self.slowest_s = max(self.slowest_s, exchange.took_s)
+        self.paths[exchange.path.partition(":")[0] if exchange.is_answer else exchange.ended] += 1
+        if exchange.ended == "error" and not found and not exchange.request.refused_with:
+            self.excused[f"{exchange.status} {exchange.error.get('code')}"] += 1
+        self.counts.update(one.kind for one in found)
+        self.violations = [*self.violations, *found][:MAX_KEPT]
 
 
-class Tenant:
-    """Asks the gateway at `url`. An async context manager: leaving it closes its connections."""
+class LoadTenant:
+    """Sends requests to the gateway at `url`. An async context manager that closes its connections."""
 
     def __init__(
         self,
         url: str,
-        writer: Writer,
-        seen: Seen,
-        faults: Faults,
-        wrong: Wrong,
+        writer: RequestWriter,
+        tally: Tally,
+        faults: FaultInjector,
+        check_tokens: TokenCheck,
         *,
         canaries: Callable[[], set[str]],
         request_s: float,
     ):
-        key = {"authorization": f"Bearer {key_of(writer.tenant)}"}
-        limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=key, timeout=PATIENCE * request_s, limits=limits, trust_env=False
+            base_url=url,
+            headers={"authorization": f"Bearer {key_of(writer.tenant)}"},
+            timeout=TIMEOUT_FACTOR * request_s,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
         )
         self._writer = writer
-        self._seen = seen
+        self._tally = tally
         self._faults = faults
-        self._wrong = wrong
+        self._check_tokens = check_tokens
         self._canaries = canaries
         self._request_s = request_s
-        self._beginnings: set[str] = set()
+        self._prefixes: set[str] = set()
 
-    async def __aenter__(self) -> Tenant:
+    async def __aenter__(self) -> LoadTenant:
         return self
 
     async def __aexit__(
@@ -88,45 +98,46 @@ class Tenant:
         await self._http.aclose()
 
     async def run(self) -> None:
-        """One conversation after another, until it is cancelled."""
+        """Hold one conversation after another, until cancelled."""
         rng = self._writer.rng
         while True:
             if rng.random() < 0.1:
-                await self._asked(self._writer.bad_ask())
+                await self._exchange(self._writer.invalid_request())
                 continue
-            beginning: list[Message] = []
+            beginning: list[ChatMessage] = []
             if rng.random() < 0.9:
                 beginning.append({"role": "system", "content": self._writer.new_document().text})
             for _ in range(rng.choice((1, 2))):  # a second conversation shares the document
-                await self._conversation(beginning, rng.randint(1, MOST_TURNS))
+                await self._converse(beginning, rng.randint(1, MAX_TURNS))
 
-    async def _conversation(self, beginning: Sequence[Message], num_turns: int) -> None:
+    async def _converse(self, beginning: Sequence[ChatMessage], num_turns: int) -> None:
         messages = list(beginning)
         for _ in range(num_turns):
             messages.append(self._writer.question())
-            came = await self._asked(self._writer.ask(messages))
-            if not came.is_answer:
+            exchange = await self._exchange(self._writer.request(messages))
+            if not exchange.is_answer:
                 return
-            messages.append({"role": "assistant", "content": came.text})
+            messages.append({"role": "assistant", "content": exchange.text})
 
-    async def _asked(self, ask: Ask) -> Exchange:
-        one = Exchange(self._writer.tenant, ask, time.monotonic(), is_fresh=self._is_fresh(ask))
-        await exchange(self._http, one)
-        broken = self._faults.broken_tiers(one.began_at, one.ended_at)
-        findings = judge(one, broken, self._canaries(), self._request_s)
-        if one.is_answer and one.told and not ask.refused_with:
-            self._seen.num_own_canaries += any(canary in one.text for canary in self._writer.canaries)
-            what = await self._wrong(one)
-            self._seen.num_checked += 1
-            if what:
-                findings.append(Finding("wrong_answer", f"path {one.path}: {what}", one.headers["x-request-id"]))
-        self._seen.note(one, findings)
-        return one
+    async def _exchange(self, request: SoakRequest) -> SoakExchange:
+        exchange = SoakExchange(self._writer.tenant, request, time.monotonic(), is_fresh=self._is_fresh(request))
+        await send(self._http, exchange)
+        broken = self._faults.broken_tiers(exchange.began_at, exchange.ended_at)
+        found = violations(exchange, broken, self._canaries(), self._request_s)
+        if exchange.is_answer and exchange.kvrelay and not request.refused_with:
+            self._tally.num_own_canaries += any(canary in exchange.text for canary in self._writer.canaries)
+            wrong = await self._check_tokens(exchange)
+            self._tally.num_checked += 1
+            if wrong:
+                what, request_id = f"path {exchange.path}: {wrong}", exchange.headers["x-request-id"]
+                found.append(Violation("wrong_answer", what, request_id))
+        self._tally.add(exchange, found)
+        return exchange
 
-    def _is_fresh(self, ask: Ask) -> bool:
-        if ask.refused_with:
+    def _is_fresh(self, request: SoakRequest) -> bool:
+        if request.refused_with:
             return False
-        beginning = ask.messages[0]["content"][:BEGINNING]
-        is_fresh = beginning not in self._beginnings
-        self._beginnings.add(beginning)
+        prefix = request.messages[0]["content"][:PREFIX_CHARS]
+        is_fresh = prefix not in self._prefixes
+        self._prefixes.add(prefix)
         return is_fresh
