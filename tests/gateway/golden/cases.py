@@ -362,7 +362,7 @@ async def apply(world: World, fault: str) -> None:
             raise AssertionError(fault)
         else:
             for call in calls:
-                _fail(worker, call, what)
+                fail(worker, call, what)
 
 
 async def _down(worker: FakeWorker) -> None:
@@ -374,7 +374,7 @@ async def _down(worker: FakeWorker) -> None:
     await asyncio.sleep(2.5 * POLL_S)
 
 
-def _fail(worker: FakeWorker, call: str, what: str) -> None:
+def fail(worker: FakeWorker, call: str, what: str) -> None:
     if what in ERRORS:
         worker.fail(call, ERRORS[what])
     elif what == "late":
@@ -406,6 +406,30 @@ class Case:
         form = "stream" if self.stream else "whole"
         return f"{self.route} / {self.cache} / {self.fault} / {form} / {self.tiers}"
 
+    @property
+    def settings(self) -> Json:
+        return ROUTES[self.route].settings
+
+    @property
+    def maps_down(self) -> bool:
+        """The small worker has a bundle for the large one's caches."""
+        return self.cache.startswith("above")
+
+    async def play(self, world: World) -> None:
+        route = ROUTES[self.route]
+        asked = await CACHES[self.cache](world)
+        if self.cache != "none":
+            await world.forget_metrics()
+        route.prepare(world)
+        await apply(world, self.fault)
+        body: Json = {"model": "auto"} | asked | route.body
+        path = "/v1/chat/completions"
+        if route.is_text:
+            path, body["prompt"] = "/v1/completions", " ".join(one["content"] for one in body.pop("messages"))
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        await world.turn(body, path=path)
+
 
 def rows(
     routes: str,
@@ -428,13 +452,13 @@ def at(where: str, whats: str) -> list[str]:
     return [f"{where} {what}" for what in whats.split()]
 
 
-BEFORE_FIRST = "unavailable unreachable bug overloaded times-out late garbage invalid too-long"
+BEFORE_FIRST = "unavailable bug overloaded times-out late garbage invalid too-long"
 BROKEN = "breaks@0 breaks@2 cut@2 stalls@2"
-NO_SMALL = [*at("prefill", BEFORE_FIRST), "small down", "small frozen"]
+NO_SMALL = [*at("prefill", BEFORE_FIRST), "small down", "small unreachable", "small frozen"]
 NO_TRANSFER = at(
     "transfer",
     "failed corrupted not-found stale mismatch no-bundle prefill-cheaper no-time overloaded pool-full "
-    "bug unavailable unreachable late garbage",
+    "bug unavailable late garbage",
 )
 NO_LARGE = ["large unavailable", "large unreachable", "large overloaded", "large late", "large down", "large too-long"]
 
@@ -483,12 +507,20 @@ def _all() -> Iterator[Case]:
     yield from rows("always-escalate", faults=["small down + large down", "small down + large unavailable"])
     # One tier answers.
     yield from rows("named-large", "none large-exact large-exact-lost large-mapped small-whole")
-    yield from rows("named-large", faults=at("large", f"{BEFORE_FIRST} {BROKEN} down"))
+    yield from rows("named-large", faults=at("large", f"{BEFORE_FIRST} {BROKEN} unreachable down"))
     yield from rows("named-large", "large-exact", at("large-cached", "unavailable late breaks@2"))
     yield from rows("named-small", "none small-whole", ["none", "small unavailable", "small down", "small breaks@2"])
     yield from rows("named-model unknown-model max-tier-small fixed-small")
     yield from rows("fixed-large", "none large-exact", ["none", "large unavailable", "large breaks@2"])
     yield from rows("named-large", faults=["none", "large unavailable", "large overloaded"], tiers="2+1", streams=False)
+    # A second worker in the large tier.
+    yield from rows(
+        "auto-escalates",
+        "none large-exact",
+        ["none", "transfer failed", *at("large-cached", "unavailable late"), *at("large", "unavailable late down")],
+        streams=False,
+        tiers="2+1",
+    )
     # Judged as a whole.
     yield from rows(
         "verifier-yes verifier-no verifier-mute buffer-accepts buffer-escalates stream-small", "none small-whole"

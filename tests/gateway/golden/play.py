@@ -1,35 +1,21 @@
-"""One case, from a fresh gateway to its turns."""
+"""One row of the table, from a fresh gateway to its turns."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.golden.cases import CACHES, ROUTES, Case, apply
+from tests.gateway.golden.cases import CASES, Case
+from tests.gateway.golden.scripts import SCRIPTS, Script
 from tests.gateway.golden.world import World
 
-Json = dict[str, Any]
+ROWS: dict[str, Case | Script] = {**CASES, **SCRIPTS}
 
 
-async def play(case: Case, folder: Path) -> list[Json]:
-    route = ROUTES[case.route]
-    world = World(
-        folder,
-        num_tiers=3 if case.tiers == "3" else 2,
-        two_large=case.tiers == "2+1",
-        maps_down=case.cache.startswith("above"),
-        settings=route.settings,
-    )
+async def play(name: str, folder: Path) -> list[dict[str, Any]]:
+    """The turns that a case or script records."""
+    row = ROWS[name]
+    world = World(folder, tiers=row.tiers, maps_down=row.maps_down, settings=row.settings)
     async with world.running():
-        asked = await CACHES[case.cache](world)
-        if case.cache != "none":
-            await world.forget_metrics()
-        route.prepare(world)
-        await apply(world, case.fault)
-        body: Json = {"model": "auto"} | asked | route.body
-        path = "/v1/chat/completions"
-        if route.is_text:
-            path, body["prompt"] = "/v1/completions", " ".join(one["content"] for one in body.pop("messages"))
-        if case.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return [await world.turn(body, path=path)]
+        await row.play(world)
+    return world.turns

@@ -20,7 +20,6 @@ from tests.gateway.golden import clock
 
 def run(names: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The turns of each case, in the order given."""
-    from tests.gateway.golden.cases import CASES
     from tests.gateway.golden.play import play
 
     turns = {}
@@ -29,7 +28,7 @@ def run(names: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
         random.seed(name)
         try:
             with asyncio.Runner(loop_factory=clock.new_loop) as runner:
-                turns[name] = runner.run(play(CASES[name], folder))
+                turns[name] = runner.run(play(name, folder))
         except Exception as error:
             turns[name] = [{"crashed": f"{type(error).__name__}: {error}"}]
     return turns
@@ -51,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     clock.install()
     _quiet()
-    from tests.gateway.golden.cases import CASES
+    from tests.gateway.golden.play import ROWS
     from tests.gateway.golden.store import as_json
 
-    names = [name for name in CASES if not asked.names or any(part in name for part in asked.names)]
+    names = [name for name in ROWS if not asked.names or any(part in name for part in asked.names)]
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "admin-key"
         key.touch(mode=0o600)

@@ -69,14 +69,14 @@ def as_table(turns: Turns) -> str:
 def _rows(turns: Turns) -> Iterator[str]:
     forms: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(turns):
-        _, cache, fault, form, tiers = name.split(" / ")
-        for number, turn in enumerate(turns[name], 1):
-            step = f" ({number})" if len(turns[name]) > 1 else ""
+        cache, fault, form, tiers = [*name.split(" / ")[1:], "", "", "2"][:4]
+        for turn in turns[name]:
             report, error = turn.get("report") or {}, turn.get("error") or {}
-            status = " ".join(str(one) for one in (turn.get("status", "crashed"), error.get("code")) if one)
+            ending = "client hung up" if "hung_up" in turn else turn.get("crashed") or error.get("code")
+            status = " ".join(str(one) for one in (turn.get("status"), ending) if one)
             calls = "; ".join(map(_call, turn.get("calls", ())))
             path = report.get("path") or (turn.get("headers") or {}).get("path", "")
-            key = (f"{cache}{step}", fault, "" if tiers == "2" else f", {tiers} tiers")
+            key = (cache, turn.get("turn", fault), "" if tiers == "2" else f", {tiers} tiers")
             shown = (calls, status, report.get("tier", ""), path, f"{turn.get('took_s', 0):g}")
             forms.setdefault((*key, *shown), []).append(form)
     for (cache, fault, tiers, *cells), seen in forms.items():
@@ -97,14 +97,23 @@ def _route(name: str) -> str:
     return name.split(" / ")[0]
 
 
-def differences(expected: Any, got: Any, where: str = "") -> Iterator[str]:
-    """Where two records differ, one line for each field."""
+def differences(expected: list[Json], got: list[Json]) -> Iterator[str]:
+    """Where the turns of a case differ from the recorded ones, one line for each field."""
+    for index in range(max(len(expected), len(got))):
+        was, now = (turns[index] if index < len(turns) else {} for turns in (expected, got))
+        label = was.get("turn") or now.get("turn")
+        yield from _changes(was, now, f"turn {index + 1}{f' ({label})' if label else ''}: ")
+
+
+def _changes(expected: Any, got: Any, where: str) -> Iterator[str]:
     if isinstance(expected, dict) and isinstance(got, dict):
-        for key in [*expected, *(key for key in got if key not in expected)]:
-            yield from differences(expected.get(key), got.get(key), f"{where}.{key}" if where else key)
+        for key in dict.fromkeys([*expected, *got]):
+            yield from _changes(expected.get(key), got.get(key), f"{where}{'' if where.endswith(' ') else '.'}{key}")
+    elif isinstance(expected, list) and isinstance(got, list) and list(map(_call, expected)) == list(map(_call, got)):
+        for index, (was, now) in enumerate(zip(expected, got, strict=True), 1):
+            yield from _changes(was, now, f"{where} {index} ({_call(was)})")
     elif isinstance(expected, list) and isinstance(got, list):
-        for index in range(max(len(expected), len(got))):
-            was, now = (one[index] if index < len(one) else None for one in (expected, got))
-            yield from differences(was, now, f"{where}[{index}]")
+        yield f"{where}: expected {'; '.join(map(_call, expected))}"
+        yield f"{' ' * len(where)}  got      {'; '.join(map(_call, got))}"
     elif expected != got:
         yield f"{where}: expected {_line(expected)}, got {_line(got)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from workers.api.schemas import Rates
 Json = dict[str, Any]
 
 ADMIN_KEY = "key-of-the-operator"
+ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 POLL_S = 10.0  # between two health checks of a worker
 SETTLE_S = 0.2  # after a turn, for what goes on behind it
 CALLS = {
@@ -71,7 +73,6 @@ class WorkerTransport(httpx.AsyncBaseTransport):
     def __init__(self, world: World, worker: FakeWorker):
         self._world = world
         self._worker = worker
-        self._num_calls: dict[str, int] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body, kind = await request.aread(), CALLS.get(request.url.path)
@@ -82,9 +83,6 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             exchange = Exchange(self._worker, request, body)
             await exchange.begin()
             return httpx.Response(exchange.status, headers=exchange.headers, stream=exchange)
-        self._num_calls[kind] = self._num_calls.get(kind, 0) + 1
-        if (hook := world.hooks.pop((name, kind, self._num_calls[kind]), None)) is not None:
-            hook()
         call = world.record(name, kind, orjson.loads(body))
         if name in world.unreachable:
             call["got"] = "unreachable"
@@ -102,41 +100,34 @@ class WorkerTransport(httpx.AsyncBaseTransport):
 
 
 class World:
-    """`settings` replace whole sections of the configuration. `two_large` adds a second worker to the large tier."""
+    """`settings` replace whole sections of the configuration; `maps_down` gives the small worker a bundle."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        num_tiers: int = 2,
-        two_large: bool = False,
-        maps_down: bool = False,
-        settings: Json | None = None,
-    ):
+    def __init__(self, folder: Path, *, tiers: str = "2", maps_down: bool = False, settings: Json | None = None):
         self.small = FakeWorker("small-0", "fake-small", rates=RATES)
-        self.mid = FakeWorker("mid-0", "fake-mid", peers={"small-0": self.small}, rates=RATES)
-        self.large = FakeWorker("large-0", "fake-large", peers={"small-0": self.small}, rates=RATES)
-        self.large_1 = FakeWorker("large-1", "fake-large", peers={"small-0": self.small}, rates=RATES)
+        source = {"small-0": self.small}
+        self.mid = FakeWorker("mid-0", "fake-mid", peers=source, rates=RATES)
+        self.large = FakeWorker("large-0", "fake-large", peers=source, rates=RATES)
         if maps_down:
             self.small.peers = {"large-0": self.large}
-        tiers = ["small", "mid", "large"] if num_tiers == 3 else ["small", "large"]
-        self.workers = {worker.name: worker for worker in (self.small, self.mid, self.large, self.large_1)}
-        self.workers = {
-            name: worker
-            for name, worker in self.workers.items()
-            if name.split("-")[0] in tiers and (two_large or name != "large-1")
-        }
+        workers = [self.small, *([self.mid] if tiers == "3" else []), self.large]
+        if tiers == "2+1":
+            workers.append(FakeWorker("large-1", "fake-large", peers=source, rates=RATES))
+        self.workers = {worker.name: worker for worker in workers}
+        tier_of = {name: name.split("-")[0] for name in self.workers}
+        self.turns: list[Json] = []
+        self.last_reply: Json = {}
         self.calls: list[Json] = []
         self.unreachable: set[str] = set()
         self.hides_faults = True  # from health checks
-        self.hooks: dict[tuple[str, str, int], Callable[[], None]] = {}
+        self._num_calls: Counter[tuple[str, str]] = Counter()
+        self._hooks: dict[tuple[str, str, int], Callable[[], None]] = {}
         self._caches, self._salts = Names("c"), Names("s")
         self._began_at = CLOCK.now
         self._counted: dict[str, float] = {}
         self._charged: Json = {}
         self._settings = {
-            "tiers": [{"name": name, "model": f"fake-{name}"} for name in tiers],
-            "workers": {name: {"tier": name.split("-")[0], "url": f"http://{name}"} for name in self.workers},
+            "tiers": [{"name": name, "model": f"fake-{name}"} for name in dict.fromkeys(tier_of.values())],
+            "workers": {name: {"tier": tier, "url": f"http://{name}"} for name, tier in tier_of.items()},
             "policy": {"name": "confidence", "threshold": -0.5, "num_tokens": 3},
             "deadlines": {
                 "request_s": 10.0,
@@ -164,8 +155,10 @@ class World:
     # What the workers see
 
     def record(self, worker: str, kind: str, body: Json) -> Json:
+        self._num_calls[worker, kind] += 1
+        self._hooks.pop((worker, kind, self._num_calls[worker, kind]), lambda: None)()
         call = {"to": worker, "call": kind, **self._described(kind, body), "got": "given up"}
-        if at := round(CLOCK.now - self._began_at, 2):
+        if at := round(CLOCK.now - self._began_at, 3):
             call["at_s"] = at
         self.calls.append(call)
         return call
@@ -193,7 +186,7 @@ class World:
         told |= {key: body[key] for key in ("stable_messages", "target_model") if body.get(key)}
         told |= {"tools": len(body["tools"])} if body.get("tools") else {}
         if body.get("deadline_ms") is not None:
-            told["deadline_s"] = round(body["deadline_ms"] / 1000, 2)
+            told["deadline_s"] = round(body["deadline_ms"] / 1000, 3)
         if (salt := self._salts.of(body.get("tenant_salt"))) != "s1":
             told["salt"] = salt
         return told
@@ -234,28 +227,56 @@ class World:
         await self._metrics()
         await self._charge()
 
-    async def turn(self, body: Json, *, path: str = "/v1/chat/completions", hang_up_at_s: float | None = None) -> Json:
-        """Make one request and describe everything that came of it."""
+    async def turn(
+        self,
+        body: Json,
+        *,
+        path: str = "/v1/chat/completions",
+        label: str | None = None,
+        hang_up_at_s: float | None = None,
+        api_key: str | None = None,
+    ) -> Json:
+        """Make one request and record everything that came of it."""
         self.calls, self._began_at = [], CLOCK.now
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        pieces: list[bytes] = []
+        seen: Json = {"turn": label}
         try:
-            async with asyncio.timeout(hang_up_at_s):
-                reply = await self.http.post(path, json=body)
+            async with (
+                asyncio.timeout(hang_up_at_s),
+                self.http.stream("POST", path, json=body, headers=headers) as reply,
+            ):
+                async for piece in reply.aiter_bytes():
+                    pieces.append(piece)
         except TimeoutError:
-            seen: Json = {"status": "client hung up"}
+            seen |= {"hung_up": True} | (self._seen(reply, b"".join(pieces)) if pieces else {})
         else:
-            seen = self._seen(reply)
-        seen["took_s"] = round(CLOCK.now - self._began_at, 2)
+            seen |= self._seen(reply, b"".join(pieces))
+        seen["took_s"] = round(CLOCK.now - self._began_at, 3)
         await asyncio.sleep(SETTLE_S)
         seen["calls"] = [dict(call) for call in self.calls]
         seen["metrics"] = await self._metrics()
         seen["charged"] = await self._charge()
-        return {key: seen[key] for key in seen if seen[key] is not None}
+        self.turns.append({key: seen[key] for key in seen if seen[key] is not None})
+        return self.turns[-1]
 
-    def _seen(self, reply: httpx.Response) -> Json:
+    async def heal(self) -> None:
+        """Nothing fails any more."""
+        for worker in self.workers.values():
+            worker.heal()
+
+    async def drain(self, worker: str) -> None:
+        await self.http.post(f"/admin/workers/{worker}/drain", headers=ADMIN)
+
+    def before(self, worker: str, kind: str, number: int, change: Callable[[], None]) -> None:
+        """Make a change just before the worker gets its n-th call of a kind from now on."""
+        self._hooks[worker, kind, self._num_calls[worker, kind] + number] = change
+
+    def _seen(self, reply: httpx.Response, raw: bytes) -> Json:
         seen: Json = {"status": reply.status_code, "headers": _headers(reply)}
         if reply.headers["content-type"].startswith("text/event-stream"):
-            return seen | self._seen_of_stream(reply.text)
-        body = reply.json()
+            return seen | self._seen_of_stream(raw.decode())
+        body = self.last_reply = orjson.loads(raw)
         if "error" in body:
             return seen | {"error": _error(body["error"])}
         if "choices" in body:
@@ -311,12 +332,12 @@ class World:
         if isinstance(value, list):
             return [self._plain(one) for one in value]
         if not isinstance(value, dict):
-            return value
+            return round(value, 2) if isinstance(value, float) else value
         plain: Json = {}
         for key, inner in value.items():
             if key == "cache_id":
                 plain[key] = self._caches.of(inner)
-            elif inner is not None and (key.endswith("_ms") or key in ("digest", "epoch", "expires_at")):
+            elif isinstance(inner, (str, float)) and (key.endswith("_ms") or key in ("digest", "epoch", "expires_at")):
                 plain[key] = "..."
             else:
                 plain[key] = self._plain(inner)
@@ -336,8 +357,7 @@ class World:
         return {key: int(change) for key, change in changes.items() if change}
 
     async def _charge(self) -> Json:
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        tenants = (await self.http.get("/admin/usage", headers=headers)).json()["tenants"]
+        tenants = (await self.http.get("/admin/usage", headers=ADMIN)).json()["tenants"]
         charged: Json = {}
         for name, used in tenants.items():
             before = self._charged.get(name, {})
