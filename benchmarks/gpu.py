@@ -27,9 +27,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from mappers.cache import KVCache
-from mappers.manifest import KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
-from mappers.mapper import Mapper, probe_name
-from mappers.plan import weight_name
+from mappers.manifest import KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec, probe_name, weight_name
+from mappers.mapper import Mapper
 from mappers.rope import Rope
 from mappers.speed import timed
 from tools.measuring import commit, machine

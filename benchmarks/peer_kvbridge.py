@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, fit
 from mappers.choose import WAYS
 from mappers.collect import MAX_DOCUMENT_TOKENS
-from mappers.commands.pair import Meter, Pair, numbers, pair_of_family, say
+from mappers.commands.common import Meter, Pair, numbers, pair_of_family, say
 from mappers.evaluate import judge_all
 from mappers.families import find_family
 from mappers.fit import DEFAULT_HEAD

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
     from mappers.fit import fit
     from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
-    from mappers.mapper import Mapper
+    from mappers.mapper import Mapper, replay
     from mappers.protocol import Protocol
-    from mappers.replay import replay
 
 __all__ = [
     "ArmScore",
@@ -88,7 +87,7 @@ _HOMES = {
     "fit": "fit",
     "load": "bundle",
     "load_manifest": "bundle",
-    "replay": "replay",
+    "replay": "mapper",
     "save": "bundle",
     "tokenizer_digest": "fingerprint",
 }  # the others are errors

@@ -1,28 +1,32 @@
 """The caches that an evaluation compares: what is served, and the controls that tell whether it means anything.
 
-    native          the target's own cache
-    mapped          mapped, the head native; read on from the last prefix token
-    hybrid          as served: mapped, head and tail native
-    wrong_document  as hybrid, but mapped from another document
-    random_mapper   as hybrid, by random weights of the same size
-    raw_source      as hybrid, the source's keys and values as they are, layers matched by depth
-    no_cache        head and tail only
-    source_alone    the source model itself, with its own cache
+native          the target's own cache
+mapped          mapped, the head native; read on from the last prefix token
+hybrid          as served: mapped, head and tail native
+wrong_document  as hybrid, but mapped from another document
+random_mapper   as hybrid, by random weights of the same size
+raw_source      as hybrid, the source's keys and values as they are, layers matched by depth
+no_cache        head and tail only
+source_alone    the source model itself, with its own cache
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mappers.attention import compared
 from mappers.cache import KVCache, KVGeometry
 from mappers.errors import MapperError
-from mappers.manifest import COPY, KINDS, Kind, LayerSpec, OutputSpec
+from mappers.manifest import COPY, KINDS, Kind, LayerSpec, OutputSpec, weight_name
 from mappers.mapper import Mapper
-from mappers.plan import weight_name
+from mappers.models import continued, log_probs, predicted, run
+from mappers.protocol import Document, Protocol, spans
+from mappers.scores import Score, Verdict, Watched, compare
 
 RANDOM = "random"
 
@@ -118,3 +122,156 @@ def _random(spec: OutputSpec) -> OutputSpec:
 def _spread(have: int, want: int) -> list[int]:
     """For each of `want` places, which of `have` stands at the same relative depth."""
     return [round(i * (have - 1) / max(1, want - 1)) for i in range(want)]
+
+
+@dataclass(frozen=True)
+class _SourceRead:
+    """What the source makes of a document: its cache and hidden states, and by mapper the target's cache from them."""
+
+    cache: KVCache
+    hidden: Tensor
+    mapped: tuple[KVCache, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One prefix length of one document."""
+
+    document: Document
+    length: int
+    protocol: Protocol
+
+    @property
+    def is_control(self) -> bool:
+        return self.length in self.document.controls
+
+    @property
+    def scored(self) -> slice:
+        """Where the predictions stand that are scored."""
+        return slice(self.length - 1, self.length - 1 + self.protocol.scored)
+
+    @property
+    def truth(self) -> tuple[int, ...]:
+        return self.document.ids[self.length : self.length + self.protocol.scored]
+
+    def cut(self, native_tail: bool) -> int:
+        """Where native reading begins again."""
+        return self.length - (self.protocol.tail if native_tail else 1)
+
+
+class Examiner:
+    """Scores documents one after another, for one mapper or several of the same two models."""
+
+    def __init__(self, mappers: Sequence[Mapper], source: Any, target: Any, protocol: Protocol, arms: Sequence[str]):
+        self._mappers, self._source, self._target = mappers, source, target
+        self._protocol, self._arms = protocol, arms
+        self._random = [randomised(mapper) for mapper in mappers] if "random_mapper" in arms else []
+        self._reads: dict[int, _SourceRead] = {}
+
+    def verdicts(self, document: Document, other: Document | None) -> list[list[Verdict]]:
+        """By mapper, and by prefix length of the document; `other` serves as the wrong one."""
+        native, hidden = run(self._target, document.ids[:-1])
+        read = self._read(document)
+        caches = self._caches(document, other, native, read)
+        places = [_Place(document, length, self._protocol) for length in document.lengths]
+        at_places = [self._at(place, caches, hidden, read.hidden) for place in places]
+        return [list(verdicts) for verdicts in zip(*at_places, strict=True)]
+
+    def _caches(self, document: Document, other: Document | None, native: KVCache, read: _SourceRead) -> list[Caches]:
+        """By mapper; controls only where the document serves for them."""
+        if not document.controls:
+            return [Caches(native, mapped) for mapped in read.mapped]
+        none: list[KVCache | None] = [None] * len(read.mapped)
+        wrong = self._read(other).mapped if other and "wrong_document" in self._arms else none
+        random = [mapper.map(read.cache) for mapper in self._random] or none
+        placed = raw(read.cache, native.geometry) if "raw_source" in self._arms else None
+        return [Caches(native, *parts, placed) for parts in zip(read.mapped, wrong, random, strict=True)]
+
+    def _at(self, place: _Place, caches: list[Caches], hidden: Tensor, source_hidden: Tensor) -> list[Verdict]:
+        """By mapper, what is scored at one place."""
+        truth = torch.tensor(place.truth, device=hidden.device)
+        reference = log_probs(self._target, hidden[place.scored])
+
+        def scores(predictions: Iterable[tuple[str, Tensor]]) -> tuple[Score, ...]:
+            index, length = place.document.index, place.length
+            return tuple(compare(arm, index, length, reference, found, truth) for arm, found in predictions)
+
+        # 1. What no mapper takes part in is predicted once; on the way, the native attention is watched.
+        attention: list[Watched | None] = [None] * len(caches)
+        shared: tuple[Score, ...] = ()
+        if place.is_control and "native" in self._arms:
+            predictions, attention = self._native(place, caches)
+            shared += scores([("native", predictions)])
+        shared += scores(self._over_caches(place, caches[0], shared=True))
+        shared += scores(self._without_cache(place, caches[0].native, source_hidden))
+        # 2. The rest by mapper.
+        own = [scores(self._over_caches(place, each, shared=False)) for each in caches]
+        greedy: list[float | None] = [None] * len(caches)
+        if place.is_control and self._protocol.greedy:
+            greedy = self._greedy(place, caches)
+        rows = zip(own, attention, greedy, strict=True)
+        return [Verdict(shared + mine, watched, generated) for mine, watched, generated in rows]
+
+    def _native(self, place: _Place, caches: list[Caches]) -> tuple[Tensor, list[Watched | None]]:
+        """What is predicted over the native cache, and by mapper how the attention would differ over the served one."""
+        head, tail, cut = self._protocol.head, place.cut(native_tail=True), place.cut(native_tail=False)
+        distances = {name: (tail - far, tail - near) for name, (near, far) in spans(tail - head).items()}
+        stand_ins = [each.mapped.slice(*span) for each in caches for span in ((head, tail), *distances.values())]
+        with compared(self._target, stand_ins) as found:
+            predictions = self._read_on(place, caches[0].native.slice(0, cut), cut)
+        means = [cosines.mean for cosines in found]  # (layers, heads) each
+        watched: list[Watched | None] = []
+        for at in range(0, len(means), 1 + len(distances)):
+            whole, *parts = means[at : at + 1 + len(distances)]
+            by_distance = {name: float(part.mean()) for name, part in zip(distances, parts, strict=True)}
+            watched.append(Watched(whole, by_distance))
+        return predictions, watched
+
+    def _over_caches(self, place: _Place, caches: Caches, shared: bool) -> Iterator[tuple[str, Tensor]]:
+        """Log-probabilities (scored, vocabulary) of the arms that read on over a cache that isn't the target's."""
+        for arm in CACHE_ARMS:
+            cache, cut = arm.cache(caches), place.cut(arm.native_tail)
+            asked = arm.name in self._arms and arm.shared == shared and (place.is_control or not arm.control)
+            if asked and cache is not None and cache.num_tokens >= cut:
+                yield arm.name, self._read_on(place, self._behind_head(caches.native, cache, cut), cut)
+
+    def _without_cache(self, place: _Place, native: KVCache, source_hidden: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if "no_cache" in self._arms and place.is_control:
+            cut, head = place.cut(native_tail=True), self._protocol.head
+            yield "no_cache", self._read_on(place, native.slice(0, head) if head else None, cut)
+        if "source_alone" in self._arms:
+            yield "source_alone", log_probs(self._source, source_hidden[place.scored])
+
+    def _greedy(self, place: _Place, caches: list[Caches]) -> list[float | None]:
+        """By mapper, how much of what is generated over the served cache is what the native one leads to."""
+        ids, native, num_tokens = place.document.ids[: place.length], caches[0].native, self._protocol.greedy
+        last, cut = place.cut(native_tail=False), place.cut(native_tail=True)
+        right = continued(self._target, ids[last:], native.slice(0, last), num_tokens)
+        served = (self._behind_head(native, each.mapped, cut) for each in caches)
+        return [agreement(right, continued(self._target, ids[cut:], past, num_tokens)) for past in served]
+
+    def _behind_head(self, native: KVCache, cache: KVCache, cut: int) -> KVCache:
+        """The native head, and `cache` behind it up to `cut`."""
+        head = self._protocol.head
+        behind = cache.slice(head, cut)
+        return KVCache.concatenate([native.slice(0, head), behind]) if head else behind
+
+    def _read_on(self, place: _Place, past: KVCache | None, cut: int) -> Tensor:
+        """What the target predicts when it reads from position `cut` on, over `past`."""
+        ids = place.document.ids[cut : place.length + self._protocol.scored - 1]
+        return predicted(self._target, ids, past, self._protocol.scored, start=cut)
+
+    def _read(self, document: Document) -> _SourceRead:
+        """By the source; the last two are kept, since a document is the wrong one of the next."""
+        if document.index not in self._reads:
+            cache, hidden = run(self._source, document.ids[:-1])
+            mapped = tuple(mapper.map(cache) for mapper in self._mappers)
+            self._reads[document.index] = _SourceRead(cache, hidden, mapped)
+            for old in list(self._reads)[:-2]:
+                del self._reads[old]
+        return self._reads[document.index]
+
+
+def agreement(one: Sequence[int], other: Sequence[int]) -> float:
+    """Share of places where both have the same token."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)

@@ -16,10 +16,9 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, MapperError
-from mappers.exact import CopyFinder
-from mappers.gathered import Gathered
-from mappers.stats import Moments
+from mappers.stats import Gathered, Moments
 
 EVERY_S = 300.0
 PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")

@@ -1,9 +1,9 @@
 """Which source layers a target layer is computed from: as few as are about as good as any on held-out documents.
 
     top        the layers that explain most alone, best first; judged by R²
-    forward    greedily, the one that explains most beside those already taken (see `mappers.forward`); judged by R²
+    forward    greedily, the one that explains most beside those already taken (see `mappers.choose`); judged by R²
     attention  greedily, of those that explain most alone the one with which the target's attention comes nearest to its
-               native one; judged by that, as what the two other ways take is too (see `mappers.judge`)
+               native one; judged by that, as what the two other ways take is too (see `mappers.attention`)
 
 How many layers are taken, and with what penalty, is decided on held-out documents as well; then each map is fitted once
 more to all documents.
@@ -19,15 +19,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mappers.attention import Judge
 from mappers.collect import Group, Wanted
 from mappers.errors import CalibrationTooSmall, MapperError
-from mappers.exact import Target
-from mappers.forward import POOL, forward_path
-from mappers.hidden import Projections, projected
-from mappers.judge import Judge
-from mappers.manifest import KINDS, Block
+from mappers.manifest import KINDS, Block, Target
 from mappers.methods import Method, Solution
 from mappers.methods.base import TINY
+from mappers.methods.hidden import Projections, projected
+from mappers.methods.ridge import cholesky_solve
 from mappers.stats import MOST_KEPT, MOST_SHARED, Moments
 
 WORTH = 0.01  # more layers must take at least this share off what is lost
@@ -311,3 +310,56 @@ def _joined(parts: Iterable[Blocks]) -> Blocks:
 
 def _a_target(per_column: Tensor, group: Group) -> Tensor:
     return per_column.view(len(group.targets), -1).sum(1)
+
+
+RIDGE = 1e-3  # relative to each block's own scale; for the comparison only
+POOL = 3  # candidates for each block that may be taken: those that explain most alone
+
+
+def forward_path(group: Group, index: int, r2_alone: Tensor, most: int) -> list[tuple[Block, ...]]:
+    """Sets of 1, 2, ..., `most` blocks for one target, each with the one before it inside; blocks ascending.
+
+    `r2_alone` (blocks,) tells how much each explains alone; the first is the best of them.
+    """
+    pool = r2_alone.argsort(stable=True, descending=True)[: POOL * most].tolist()
+    selection = _Selection(group, index, [group.blocks[i] for i in pool])
+    taken = [0]
+    while len(taken) < min(most, len(pool)):
+        gains = selection.gains(taken)
+        taken.append(max(gains, key=gains.__getitem__))
+    blocks = [group.blocks[pool[i]] for i in taken]
+    return [tuple(sorted(blocks[:k])) for k in range(1, len(blocks) + 1)]
+
+
+class _Selection:
+    """The moments of one target and its candidates, in candidates' order."""
+
+    def __init__(self, group: Group, index: int, candidates: list[Block]):
+        features, targets = group.features(candidates), group.outputs(index)
+        train, held_out = group.train.select(features, targets), group.held_out.select(features, targets)
+        self._gram, self._cross = train.gram(), train.xy
+        self._held_gram, self._held_cross = held_out.gram(), held_out.xy
+        self._num, self._width = len(candidates), len(features) // len(candidates)
+        self._resolution = train.resolution
+        diagonal = self._gram.diagonal().view(self._num, -1)
+        self._penalty = (RIDGE * diagonal.mean(1, keepdim=True)).expand_as(diagonal).flatten()
+
+    def gains(self, taken: list[int]) -> dict[int, float]:
+        """How much each candidate not yet taken takes off the held-out squared error, beside those that are."""
+        s = torch.cat([torch.arange(i * self._width, (i + 1) * self._width) for i in taken]).to(self._gram.device)
+        g, h = self._gram[s], self._held_gram[s]  # (s, p)
+        inner = g[:, s] + torch.diag(self._penalty[s])
+        solved = cholesky_solve(inner, torch.cat([g, self._cross[s]], dim=1), self._resolution)
+        w, b = solved[:, : len(self._gram)], solved[:, len(self._gram) :]  # (s, p), (s, q)
+        left = self._held_cross[s] - h[:, s] @ b  # X_S'E
+        curved = h - h[:, s] @ w  # X_S'Z
+        others = [i for i in range(self._num) if i not in taken]
+        return {i: self._gain(i, g, h, w, b, left, curved) for i in others}
+
+    def _gain(self, i: int, g: Tensor, h: Tensor, w: Tensor, b: Tensor, left: Tensor, curved: Tensor) -> float:
+        c = slice(i * self._width, (i + 1) * self._width)
+        inner = self._gram[c, c] + torch.diag(self._penalty[c]) - g[:, c].T @ w[:, c]
+        added = cholesky_solve(inner, self._cross[c] - g[:, c].T @ b, self._resolution)  # W_c' X_S'Y = G_cS B_S
+        explained = self._held_cross[c] - h[:, c].T @ b - w[:, c].T @ left  # Z_c'E
+        power = self._held_gram[c, c] - h[:, c].T @ w[:, c] - w[:, c].T @ curved[:, c]  # Z_c'Z_c
+        return float((added * (2 * explained - power @ added)).sum())

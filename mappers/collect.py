@@ -7,29 +7,29 @@ how many, and with what penalty are then linear algebra on sub-blocks, with no s
 from __future__ import annotations
 
 import hashlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mappers.attention import watched
+from mappers.attention import EFFECTIVE_SHARE, Received, Weighting, shrunk, watched
 from mappers.cache import KVCache, KVGeometry, rows_of
 from mappers.checkpoint import Checkpoint, Saved
+from mappers.copies import CopyFinder
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable
-from mappers.exact import CopyFinder, Target
-from mappers.gathered import BATCH, Gathered
-from mappers.hidden import check_projections, listened, projections
-from mappers.interrupts import put_off
-from mappers.manifest import KINDS, Block, Kind
+from mappers.manifest import KINDS, Block, Kind, Target
 from mappers.methods import Layout
-from mappers.models import context_of, geometry_of, read
+from mappers.methods.hidden import check_projections, listened, projections
+from mappers.model_config import context_of, geometry_of
+from mappers.models import read
 from mappers.rope import Rope
-from mappers.stats import Moments
-from mappers.weighting import EFFECTIVE_SHARE, Received, Weighting, shrunk
+from mappers.stats import BATCH, Gathered, Moments
 
 HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
@@ -47,7 +47,7 @@ class Reading:
     `joint`: keys and values are one set of features. `copies`: layers that the models share are passed by. The first
     `head` tokens of each document count for nothing: they are attention sinks of enormous norm, and are read natively
     when the map is used. `hidden`: what is to be predicted are the target's normed hidden states, from which it makes
-    its keys and values. For `weighting` and `effective_share` see `mappers.weighting`.
+    its keys and values. For `weighting` and `effective_share` see `mappers.attention`.
     """
 
     joint: bool = False
@@ -370,3 +370,23 @@ class _Collector:
 def is_held_out(document: int) -> bool:
     """Whether the document of this index is kept to choose by."""
     return document % HELD_OUT_EVERY == 1
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """SIGINT is heard when the block ends, by whoever would have heard it; one that is ignored still is.
+
+    In a thread other than the main one this changes nothing: signals never interrupt it.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            signal.raise_signal(signal.SIGINT)

@@ -14,13 +14,23 @@ from torch import Tensor
 from mappers.bundle import seal
 from mappers.errors import FingerprintMismatch, MapperError
 from mappers.fit import LICENCE, tool_version
-from mappers.manifest import COPY, KINDS, Calibration, Kind, LayerSpec, Manifest, OutputSpec, Precision
-from mappers.mapper import Mapper, probe_name
+from mappers.manifest import (
+    COPY,
+    KINDS,
+    Calibration,
+    Kind,
+    LayerSpec,
+    Manifest,
+    OutputSpec,
+    Precision,
+    probe_name,
+    weight_name,
+)
+from mappers.mapper import Mapper
 from mappers.methods import Solution
 from mappers.methods.base import Factored
-from mappers.plan import weight_name
 from mappers.rope import TOLERANCE
-from mappers.stored import Whole, stored
+from mappers.weights import Whole, stored
 
 COMPOSED = "composed"
 

@@ -8,7 +8,7 @@ import torch
 
 from mappers.manifest import KINDS, Evaluation, Kind, OutputSpec
 from mappers.mapper import Mapper
-from mappers.stored import Whole
+from mappers.weights import Whole
 
 Row = tuple[str, str, str]  # what, the first's, the second's
 

@@ -13,23 +13,33 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from mappers import methods
+from mappers.attention import EFFECTIVE_SHARE, Judge, Weighting, check_weighting
 from mappers.bundle import seal
 from mappers.cache import KVGeometry
 from mappers.checkpoint import EVERY_S, Checkpoint
 from mappers.choose import AUTO, Choice, Chooser, check_way
 from mappers.collect import Collected, Progress, Reading, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
-from mappers.exact import Target
 from mappers.fingerprint import fingerprint, same_vocabulary, tokenizer_digest
-from mappers.halves import mixed
-from mappers.hidden import projections
-from mappers.judge import Judge
-from mappers.manifest import COPY, MEASURED, Calibration, Gate, LayerSpec, Manifest, ModelCard, OutputSpec, Precision
-from mappers.mapper import Mapper, probe_name
-from mappers.models import config_dict, geometry_of, load_model, local_folder
+from mappers.manifest import (
+    COPY,
+    MEASURED,
+    Calibration,
+    Gate,
+    LayerSpec,
+    Manifest,
+    ModelCard,
+    OutputSpec,
+    Precision,
+    Target,
+    probe_name,
+)
+from mappers.mapper import Mapper
+from mappers.methods.hidden import projections
+from mappers.model_config import geometry_of
+from mappers.models import config_dict, load_model, local_folder
 from mappers.rope import Rope
-from mappers.stored import stored
-from mappers.weighting import EFFECTIVE_SHARE, Weighting, check_weighting
+from mappers.weights import mixed, stored
 
 DEFAULT_HEAD = 4
 DEFAULT_LAYERS = 4
@@ -71,7 +81,7 @@ def fit(
     `documents` are token ids; memory does not grow with their number. Each target layer is computed from at most
     `layers` source layers (`auto`: as many as pay and the tokens allow), keys from keys and values from values, or both
     from both if `joint`, chosen the way `choose` (see `mappers.choose`); layers that the two models share are found and
-    passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.weighting`). `tokens` bounds how
+    passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.attention`). `tokens` bounds how
     much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
     is held out to choose by. `progress` is told tokens as they are read, `choosing` outputs as they are fitted.
     Both models are loaded in `dtype` (see `load_model`); statistics are float32 products and float64 sums whatever it

@@ -23,6 +23,7 @@ DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
 NOT_IDENTITY = frozenset({"digest", "evaluation", "report_sha256", "gate", "created", "tool_version"})
 
 Block = tuple[Kind, int]  # a source layer's keys, or its values
+Target = tuple[Kind, int]  # a target layer's keys, or its values
 Precision = Literal["float16", "float32", "mixed", "bfloat16"]  # of the matrices
 MEASURED = {"mixed": torch.float16, "bfloat16": torch.bfloat16}  # halves where they are found to cost little
 KINDS: tuple[Kind, Kind] = ("keys", "values")
@@ -250,3 +251,11 @@ def digest_of(manifest: dict[str, Any], leave_out: frozenset[str] = frozenset({"
     """SHA-256 over the canonical JSON of a manifest, which names the weights by their own digest."""
     kept = {name: value for name, value in manifest.items() if name not in leave_out}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def weight_name(layer: int, kind: Kind, part: str) -> str:
+    return f"layers.{layer}.{kind}.{part}"
+
+
+def probe_name(role: str) -> str:
+    return f"rope.{role}.probe"

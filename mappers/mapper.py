@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mappers.apply import Workspace, outputs_of
 from mappers.cache import KVCache, KVSource
-from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, TokenizerMismatch
-from mappers.manifest import COPY, KINDS, MEASURED, Gate, Manifest
-from mappers.plan import Workspace, outputs_of
+from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, MapperError, TokenizerMismatch
+from mappers.manifest import COPY, KINDS, MEASURED, Gate, Manifest, probe_name
+from mappers.models import read
 from mappers.rope import TOLERANCE, Rope
 
 Sink = Callable[[int, Tensor, Tensor], None]
@@ -24,7 +25,7 @@ class Mapper:
     """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once.
 
     Computes in float32; with `halves` what is stored in half precision is multiplied as such, though summed in float32.
-    That is the default on a GPU for maps whose halves were found to bear it (`mappers.halves`).
+    That is the default on a GPU for maps whose halves were found to bear it (`mappers.weights`).
     """
 
     def __init__(
@@ -164,10 +165,6 @@ def ropes_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> tuple[Rope, R
     return ropes
 
 
-def probe_name(role: str) -> str:
-    return f"rope.{role}.probe"
-
-
 def _check_layers(manifest: Manifest) -> None:
     if len(manifest.layers) != manifest.target.num_layers:
         raise BundleCorrupt(f"{len(manifest.layers)} layers for a target of {manifest.target.num_layers}")
@@ -182,3 +179,24 @@ def _check_layers(manifest: Manifest) -> None:
             own = output.key_layers if kind == "keys" else output.value_layers
             if output.method == COPY and (len(used) != 1 or len(own) != 1 or not same_shape):
                 raise BundleCorrupt(f"layer {layer} {kind}: a copy takes one source layer of the same kind and shape")
+
+
+def replay(
+    mapper: Mapper, source_model: Any, target_model: Any, token_ids: Sequence[int], num_tokens: int, head: int = 4
+) -> KVCache:
+    """The target's cache of the first `num_tokens` tokens after a handoff.
+
+        [0, head)            read natively by the target
+        [head, num_tokens)   read by the source, mapped
+
+    What the target reads behind it (the native tail, the answer) attends over this cache at positions from
+    `num_tokens` on.
+    """
+    if not 0 <= head <= num_tokens <= len(token_ids) or num_tokens == 0:
+        raise MapperError(f"head {head}, num_tokens {num_tokens}: need 0 <= head <= num_tokens <= {len(token_ids)}")
+    parts = []
+    if head:
+        parts.append(read(target_model, token_ids[:head]))
+    if head < num_tokens:
+        parts.append(mapper.map(read(source_model, token_ids[:num_tokens]).slice(head, num_tokens)))
+    return KVCache.concatenate(parts)

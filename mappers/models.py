@@ -16,24 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from mappers.cache import KVCache
 from mappers.errors import MapperError, PositionOutOfRange, UnsupportedModel
-from mappers.rotary import constant_positions
-from mappers.support import context_of, geometry_of
-
-__all__ = [
-    "LOADED",
-    "body",
-    "check_loaded",
-    "config_dict",
-    "context_of",
-    "geometry_of",
-    "load_model",
-    "load_tokenizer",
-    "local_folder",
-    "log_probs",
-    "predicted",
-    "read",
-    "run",
-]
+from mappers.model_config import constant_positions
 
 CHUNK_TOKENS = 512
 LOADED = ("float32", "bfloat16", "float16", "auto")
@@ -138,6 +121,17 @@ def predicted(
 ) -> Tensor:
     """Next-token log-probabilities behind the last `num` of these tokens, (num, vocabulary), read as by `run`."""
     return log_probs(model, run(model, token_ids, past, start)[1][-num:])
+
+
+def continued(model: Any, token_ids: Sequence[int], past: KVCache | None, num_tokens: int) -> tuple[int, ...]:
+    """The `num_tokens` most likely tokens one after another, once `token_ids` have been read behind `past`."""
+    tokens: list[int] = []
+    reading = list(token_ids)
+    while len(tokens) < num_tokens:
+        past, hidden = run(model, reading, past)
+        reading = [int(log_probs(model, hidden[-1:]).argmax())]
+        tokens += reading
+    return tuple(tokens)
 
 
 def _check_positions(config: Any, end: int) -> None:

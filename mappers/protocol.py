@@ -15,7 +15,7 @@ from typing import Any
 
 from mappers.errors import MapperError
 from mappers.manifest import DEFAULT_HEAD, DEFAULT_LENGTHS, DEFAULT_SCORED, DEFAULT_TAIL
-from mappers.support import context_of
+from mappers.model_config import context_of
 
 NUM_DOCUMENTS, NUM_CONTROLS = 50, 10
 # Distances before the native tail, the same whatever the prefix: a span stands for equal places at all lengths.

@@ -10,27 +10,20 @@ Layers may differ: in Gemma 3 those with a sliding window turn faster, in SmolLM
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mappers.cache import KVCache
-from mappers.errors import PositionOutOfRange
-from mappers.live import check_live
-from mappers.rotary import (
-    TOLERANCE,
-    check_rotation,
-    config_of,
-    constant_positions,
-    factors,
-    layer_kinds,
-    rebuilt_module,
-    rotary_module,
-)
-
-__all__ = ["TOLERANCE", "Factors", "Rope", "inverse", "rotate"]
+from mappers.errors import PositionOutOfRange, UnsupportedModel
+from mappers.model_config import config_of, constant_positions, geometry_of
 
 PROBE_POSITIONS = (0, 1, 97, 383)
 FIRST_TABLE = 1024
@@ -63,7 +56,7 @@ class Rope:
 
     `kinds` names for each layer what turns its keys, `tables` says which of the sets of factors that is: layers that
     share one share its index. `limit` is the number of positions from 0 on for which factors are known (None: all);
-    beyond, every call raises `PositionOutOfRange`. See `mappers.rotary.constant_positions`.
+    beyond, every call raises `PositionOutOfRange`. See `mappers.rope.constant_positions`.
     """
 
     def __init__(self, module: nn.Module, config: Any):
@@ -145,3 +138,112 @@ class Rope:
 
 def _rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(keys.float(), cos, sin, torch.empty_like(keys, dtype=torch.float32))
+
+
+KNOWN_TYPES = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+ONE = "all layers"  # the kind of every layer of a model that has one set of factors
+UNTURNED = "no position"  # the kind of a layer whose keys carry none
+TOLERANCE = 1e-5  # float32 round trip; cos and sin carry about 6e-8
+
+
+def rotary_module(model: nn.Module) -> nn.Module:
+    """The module that computes cos and sin for a model."""
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    for name, module in named:
+        if name.rsplit(".", 1)[-1] == "rotary_emb":
+            return module
+    raise UnsupportedModel(f"{type(model).__name__} has no module named rotary_emb: only RoPE is supported")
+
+
+def rebuilt_module(config: Any) -> nn.Module:
+    """The same for a model of which only the config is at hand; needs no weights."""
+    try:
+        with torch.device("meta"):
+            module = rotary_module(AutoModelForCausalLM.from_config(config))
+        return type(module)(config)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # no causal model of that kind, or fields that make no sense
+        raise UnsupportedModel(f"no model of model_type {config.model_type!r}: {str(error).splitlines()[0]}") from error
+
+
+def layer_kinds(module: nn.Module, config: Any) -> tuple[str, ...]:
+    """For each layer the name of the factors that turn its keys: `ONE`, `UNTURNED`, or a layer type of the module's."""
+    types = rope_types(module)
+    unturned = [not turned for turned in getattr(config, "no_rope_layers", None) or ()]  # 1 is a layer with RoPE
+    if unturned and len(types) == 1:
+        return tuple(UNTURNED if left_out else ONE for left_out in unturned)
+    if ONE in types:
+        return (ONE,) * int(config.num_hidden_layers)
+    return tuple(kind if kind in types else UNTURNED for kind in config.layer_types[: config.num_hidden_layers])
+
+
+def rope_types(module: nn.Module) -> dict[str, str]:
+    """The RoPE type of each kind of layer, as `layer_kinds` names them. Raises `UnsupportedModel` for another type."""
+    said: Any = getattr(module, "rope_type", None)
+    types = dict(said) if isinstance(said, dict) else {ONE: said}
+    for kind in types.values():
+        if kind not in KNOWN_TYPES:
+            raise UnsupportedModel(f"rope_type {kind!r}; allowed: {', '.join(KNOWN_TYPES)}")
+    return types
+
+
+@torch.no_grad()
+def factors(module: nn.Module, kind: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, (size, R) each, of positions from 0 on for one kind of layer; float32."""
+    if kind == UNTURNED:
+        return torch.ones(size, 2, device=device), torch.zeros(size, 2, device=device)
+    home = next(module.buffers()).device
+    layer_type = () if kind == ONE else (kind,)
+    x, positions = torch.zeros(1, device=home), torch.arange(size, device=home)[None]
+    module(x, positions[:, :1], *layer_type)  # a dynamic RoPE that has grown shrinks again
+    cos, sin = module(x, positions, *layer_type)
+    return cos[0].float().to(device), sin[0].float().to(device)
+
+
+def check_rotation(rope: Rope, module: nn.Module) -> None:
+    """Compare with the modelling code's own function, so that an interleaved RoPE is refused rather than garbled."""
+    own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if own is None or list(inspect.signature(own).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        raise UnsupportedModel(f"{type(module).__module__} has no apply_rotary_pos_emb(q, k, cos, sin)")
+    layer = next(i for i, kind in enumerate(rope.kinds) if kind != UNTURNED)
+    positions = rope.probe_positions
+    cos, sin = rope.rows(positions, layer)
+    keys = torch.linspace(-1, 1, 2 * cos.numel()).view(2, *cos.shape)  # (H, P, R)
+    try:
+        theirs = own(keys[None], keys[None], cos[None], sin[None])[1][0]
+    except RuntimeError:  # factors of another shape than the keys
+        theirs = torch.full_like(keys, torch.nan)
+    if not torch.allclose(theirs, rope.apply(keys, positions, layer), atol=TOLERANCE):
+        raise UnsupportedModel(f"{type(module).__name__} does not rotate halves; allowed: RoPE as in Llama")
+
+
+LIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of the keys' norm
+ROUNDED_TOLERANCE = 3e-2  # float16 and bfloat16 keep 11 and 8 bits
+
+
+def check_live(model: Any, rope: Rope) -> None:
+    """Raise `UnsupportedModel` if the model's cache has another shape, or its keys turn otherwise, than is said.
+
+    One token alone is read to the same states wherever it stands, so its keys at two positions differ by nothing but
+    the rotation.
+    """
+    name, geometry = f"model_type {model.config.model_type!r}", geometry_of(model.config)
+    here, there = (_read_one_token(model, position) for position in (0, int(rope.probe_positions[-1])))
+    if here.geometry != geometry:
+        raise UnsupportedModel(f"{name}: a cache of {here.geometry}, where its config says {geometry}")
+    for layer, (first, second) in enumerate(zip(here.keys, there.keys, strict=True)):
+        tolerance = LIVE_TOLERANCE.get(first.dtype, ROUNDED_TOLERANCE)
+        plain = rope.strip(first, here.positions, layer)
+        difference = rope.strip(second, there.positions, layer) - plain
+        if difference.norm() > tolerance * plain.norm():
+            raise UnsupportedModel(f"{name}, layer {layer}: keys do not turn as its RoPE module says")
+
+
+@torch.no_grad()
+def _read_one_token(model: Any, position: int) -> KVCache:
+    cache = DynamicCache()
+    where = torch.tensor([[position]], device=model.device)
+    model.base_model(input_ids=torch.ones_like(where), position_ids=where, past_key_values=cache, use_cache=True)
+    keys: tuple[Tensor, ...] = tuple(layer.keys[0] for layer in cache.layers)
+    return KVCache(keys, tuple(layer.values[0] for layer in cache.layers), position)

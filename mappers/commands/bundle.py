@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mappers.bundle import MANIFEST, check_replaceable, load, load_manifest, save, verify
-from mappers.commands.output import check_writable, write
-from mappers.commands.running import run
+from mappers.commands.common import check_writable, run, write
 from mappers.compose import compose
 from mappers.difference import difference
 from mappers.families import find_family

@@ -1,9 +1,9 @@
 """Judge a bundle on the fixed quality protocol, beside its controls; or several side by side.
 
-    kvrelay eval smol
-    kvrelay eval smol --diagnose
-    kvrelay eval bundles/mine --source SMALL --target LARGE --data talks.jsonl --write --html report.html
-    kvrelay eval bundles/ridge bundles/lowrank --family smol
+kvrelay eval smol
+kvrelay eval smol --diagnose
+kvrelay eval bundles/mine --source SMALL --target LARGE --data talks.jsonl --write --html report.html
+kvrelay eval bundles/ridge bundles/lowrank --family smol
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from typing import Any
 from mappers import report
 from mappers.arms import ARMS, ESSENTIAL, check_arms
 from mappers.bundle import MANIFEST, load, update
-from mappers.commands.output import check_writable, check_writable_folder, write
-from mappers.commands.pair import (
+from mappers.commands.common import (
     Meter,
     Pair,
     add_pair_options,
     check_device,
+    check_writable,
+    check_writable_folder,
     numbers,
     pair_of_family,
     pair_of_options,
+    resumable,
+    run,
     say,
+    write,
 )
-from mappers.commands.running import resumable, run
 from mappers.diagnose import Row, diagnose
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate_all

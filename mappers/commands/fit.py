@@ -1,7 +1,7 @@
 """Fit a mapper from one model's KV cache to another's, and write it as a bundle.
 
-    kvrelay fit smol --out bundles/smol
-    kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
+kvrelay fit smol --out bundles/smol
+kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
 """
 
 from __future__ import annotations
@@ -9,24 +9,40 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from mappers import methods
+from mappers.attention import EFFECTIVE_SHARE, Weighting
 from mappers.bundle import MANIFEST, check_replaceable, load_manifest, save
+from mappers.cache import KVGeometry
 from mappers.checkpoint import EVERY_S
 from mappers.choose import AUTO, WAYS
-from mappers.collect import Reading
-from mappers.commands.output import check_writable, check_writable_folder
-from mappers.commands.pair import Meter, add_pair_options, check_device, numbers, pair_of_family, pair_of_options, say
-from mappers.commands.planned import Planned
-from mappers.commands.running import resumable, run
-from mappers.errors import MapperError
+from mappers.collect import Reading, longest_of, planned_bytes, rows_to_fit, usable
+from mappers.commands.common import (
+    Meter,
+    Pair,
+    add_pair_options,
+    check_device,
+    check_writable,
+    check_writable_folder,
+    numbers,
+    pair_of_family,
+    pair_of_options,
+    resumable,
+    run,
+    say,
+)
+from mappers.errors import CalibrationTooSmall, MapperError
 from mappers.families import Family, find_family
-from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, check_settings, fit
+from mappers.fingerprint import read_config
+from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, Layers, check_enough, check_settings, fit
 from mappers.manifest import Gate, Manifest, Precision
-from mappers.weighting import EFFECTIVE_SHARE, Weighting
+from mappers.methods import Method
+from mappers.model_config import config_of, geometry_of
+from mappers.models import local_folder
 
 DEFAULT_TOKENS = 100_000
 
@@ -240,3 +256,56 @@ def _described(manifest: Manifest) -> str:
 def _output(spec: Any) -> str:
     layers = ",".join(map(str, sorted({*spec.key_layers, *spec.value_layers})))
     return f"{spec.method} of {layers}" + (f" (R² {spec.r2:.3f})" if spec.r2 is not None else "")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Documents for two models to read, and the memory that statistics of them take at most."""
+
+    documents: list[list[int]]
+    geometries: tuple[KVGeometry, KVGeometry]
+    statistics_bytes: int
+
+    @classmethod
+    def of(cls, pair: Pair, method: Method, layers: Layers, reading: Reading, num_tokens: int) -> Planned:
+        """The first documents of the calibration split, of so many tokens if there are as many.
+
+        Raises `CalibrationTooSmall` for fewer than `method` needs to map this pair, `DataUnreadable` for none.
+        """
+        documents = pair.documents("calibrate")  # whose first is read by now: there may be much to fetch
+        configs = [read_config(local_folder(name)) for name in (pair.source, pair.target)]
+        source, target = map(geometry_of, configs)
+        read = usable(documents, reading.head, longest_of(map(config_of, configs)))
+        found = list(_first(read, num_tokens))
+        if not found:
+            raise CalibrationTooSmall(f"no document of {pair.corpus} has more than {reading.head + 1} tokens")
+        check_enough(rows_to_fit(map(len, found), reading), method, (source, target), layers, reading)
+        needed = planned_bytes(source, target, reading, configs[1].get("hidden_size", 0), _count(found))
+        return cls(found, (source, target), needed)
+
+    @property
+    def num_tokens(self) -> int:
+        return _count(self.documents)
+
+    def told(self, num_asked: int) -> str:
+        """What is about to happen, if so many tokens were asked for."""
+        source, target = self.geometries
+        enough = "" if self.num_tokens >= num_asked else f", all that there are of the {num_asked} asked for"
+        return (
+            f"{self.num_tokens} tokens in {len(self.documents)} documents{enough}\n"
+            f"{source.num_layers} layers of {source.num_kv_heads} x {source.head_dim} onto {target.num_layers} of "
+            f"{target.num_kv_heads} x {target.head_dim}; statistics take at most {self.statistics_bytes / 1e9:.1f} GB "
+            f"beside the models"
+        )
+
+
+def _first(documents: Iterable[list[int]], num_tokens: int) -> Iterator[list[int]]:
+    for ids in documents:
+        yield ids
+        num_tokens -= len(ids)
+        if num_tokens <= 0:
+            return
+
+
+def _count(documents: Sequence[Sequence[int]]) -> int:
+    return sum(map(len, documents))

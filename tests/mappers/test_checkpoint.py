@@ -15,10 +15,10 @@ import torch
 
 from mappers import Mapper, fit
 from mappers.checkpoint import Checkpoint, Saved
+from mappers.collect import put_off
+from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, DataUnreadable, MapperError
-from mappers.exact import CopyFinder
-from mappers.gathered import BATCH, Gathered
-from mappers.interrupts import put_off
+from mappers.stats import BATCH, Gathered
 
 
 class Killed(Exception):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
-from mappers.choose import COLUMNS, Chooser, greedy_path, rank
+from mappers.attention import NEAR, Judge
+from mappers.choose import COLUMNS, RIDGE, Chooser, forward_path, greedy_path, rank
 from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
-from mappers.forward import RIDGE, forward_path
-from mappers.judge import NEAR, Judge
 from mappers.methods import Layout, Solution
 from mappers.methods.ridge import Ridge, cholesky_solve
 from mappers.models import load_model, read

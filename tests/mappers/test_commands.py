@@ -105,9 +105,7 @@ def test_eval_prints_a_table_and_writes_json(
     assert load_manifest(workplace / "bundle").evaluation is None
 
 
-def test_eval_stores_what_the_gate_reads(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_stores_what_the_gate_reads(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "2000"]
     assert fit.main([*arguments, "--max-ppl-ratio", "50", "--min-top1", "0"]) == 0
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0

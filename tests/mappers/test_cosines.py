@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mappers import Mapper, Protocol, UnsupportedModel, evaluate
+from mappers.arms import agreement
+from mappers.attention import compared
 from mappers.cache import KVCache
-from mappers.cosines import compared
-from mappers.greedy import agreement, continued
-from mappers.models import load_model, read, run
+from mappers.models import continued, load_model, read, run
 from tests.mappers.pairs import KV_HEADS, random_cache, random_documents
 
 TOKENS = random_documents(1, 90, seed=5)[0]

@@ -282,9 +282,7 @@ def test_a_dataset_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pyte
         read_conversations(tmp_path / "parts")
 
 
-def test_without_the_package_datasets_its_install_line_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_datasets_its_install_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataUnreadable, match=r"someone/talks is no file; .*\(pip install datasets\)"):
         read_conversations("someone/talks")

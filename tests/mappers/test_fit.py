@@ -27,11 +27,11 @@ from mappers.collect import (
     most_rows,
     planned_bytes,
 )
-from mappers.gathered import BATCH, Gathered
 from mappers.manifest import KINDS
-from mappers.models import geometry_of, load_model, log_probs, read, run
+from mappers.model_config import geometry_of
+from mappers.models import load_model, log_probs, read, run
 from mappers.rope import Rope
-from mappers.stats import Moments
+from mappers.stats import BATCH, Gathered, Moments
 from tests.mappers.pairs import add_tokenizer, largest_difference, llama, random_documents, saved
 
 FRESH = random_documents(1, 80, seed=77)[0]

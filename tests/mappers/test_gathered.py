@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mappers import GeometryMismatch
-from mappers.gathered import BATCH, Gathered
-from mappers.stats import RESOLUTION, Moments
+from mappers.stats import BATCH, RESOLUTION, Gathered, Moments
 
 COUNT = 2 * BATCH + 100
 GENERATOR = torch.Generator().manual_seed(0)

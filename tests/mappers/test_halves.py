@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mappers import KVCache, Mapper, fit, load, save
-from mappers.halves import mixed
 from mappers.manifest import KINDS, MEASURED, Manifest
 from mappers.models import load_model
+from mappers.weights import mixed
 from tests.mappers.pairs import largest_difference, random_cache
 
 

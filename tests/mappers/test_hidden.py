@@ -10,7 +10,7 @@ import torch
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mappers import UnsupportedModel, fit
-from mappers.hidden import Projection, check_projections, listened, projections
+from mappers.methods.hidden import Projection, check_projections, listened, projections
 from mappers.models import load_model, read
 from mappers.rope import Rope
 from tests.mappers.pairs import HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, saved

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mappers import GeometryMismatch, KVCache, Mapper, fit
+from mappers.apply import MADE_BYTES
 from mappers.cache import KVGeometry
 from mappers.manifest import KINDS, Kind, LayerSpec, OutputSpec
-from mappers.plan import MADE_BYTES
 from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
 
 

@@ -28,9 +28,7 @@ EVALUATION = Evaluation(
     attention=(LayerCosine(layer=0, mean=1, min=1), LayerCosine(layer=1, mean=0.98, min=0.91)),
     greedy=GreedyScore(tokens=128, generations=14, agreement=0.8125, identical=0.5),
 )
-SPEED = Speed(
-    threads=1, peak_gflops=100, flops_per_token=10**6, map_ms={512: 11, 2048: 40}, best_ms={512: 9, 2048: 32}
-)
+SPEED = Speed(threads=1, peak_gflops=100, flops_per_token=10**6, map_ms={512: 11, 2048: 40}, best_ms={512: 9, 2048: 32})
 ROWS = [Row("what", "keys", SCORE), Row("distance", "0-64", SCORE), Row("distance", "64-256", SCORE)]
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from mappers.cache import KVCache
 from mappers.errors import PositionOutOfRange, UnsupportedModel
 from mappers.models import read
-from mappers.rope import Rope
-from mappers.rotary import KNOWN_TYPES
+from mappers.rope import KNOWN_TYPES, Rope
 from tests.mappers.pairs import llama
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mappers.commands.running import resumable, run
+from mappers.commands.common import resumable, run
 from mappers.errors import DataUnreadable
 
 FULL = OSError(28, "No space left on device", "/x")
@@ -31,9 +31,7 @@ def test_a_bug_is_no_such_line() -> None:
         run("fit", lambda: _raise(ZeroDivisionError()))
 
 
-def test_an_interrupt_tells_what_the_next_run_goes_on_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_tells_what_the_next_run_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         with resumable(kept):
             raise KeyboardInterrupt

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from mappers import CalibrationTooSmall, MapperError, fit
-from mappers.attention import Attending, watched
+from mappers.attention import Attending, Received, shrunk, watched
 from mappers.models import read
-from mappers.weighting import Received, shrunk
 from tests.mappers.pairs import largest_difference, llama, random_documents
 
 (DOCUMENT,) = random_documents(1, 40)

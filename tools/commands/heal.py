@@ -65,7 +65,7 @@ def _count(text: str) -> int:
 
 def _check(options: argparse.Namespace, recipe: HealRecipe) -> None:
     """Refuse what can't work before a model is prepared. Raises `MapperError`, `ValueError`."""
-    from mappers.commands.pair import check_device
+    from mappers.commands.common import check_device
     from tools.training.heal import saved
 
     check_device(options.device)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mappers.fingerprint import fingerprint, tokenizer_digest
-from mappers.models import context_of, geometry_of
+from mappers.model_config import context_of, geometry_of
 from workers.api.schemas import KVLayout
 from workers.engines.base import ModelInfo
 from workers.settings import SettingsError, WorkerSettings

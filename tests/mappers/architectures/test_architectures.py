@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mappers import KVCache, MapperError, PositionOutOfRange, Protocol, fit
-from mappers.models import context_of, geometry_of, log_probs, read, run
+from mappers.model_config import context_of, geometry_of
+from mappers.models import log_probs, read, run
 from mappers.rope import Rope
 from tests.mappers.architectures.zoo import (
     ARCHITECTURES,

@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from mappers.errors import UnsupportedModel
-from mappers.models import context_of, geometry_of
+from mappers.model_config import context_of, geometry_of
 from mappers.rope import Rope
 
 QUANTISED = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}

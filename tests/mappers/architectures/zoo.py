@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor
 
 from mappers.cache import KVCache, KVGeometry
-from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
-from mappers.mapper import Mapper, probe_name
-from mappers.models import config_dict, geometry_of
-from mappers.plan import weight_name
+from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec, probe_name, weight_name
+from mappers.mapper import Mapper
+from mappers.model_config import geometry_of
+from mappers.models import config_dict
 from mappers.rope import Rope
 
 VOCABULARY = 64

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mappers.models import geometry_of
+from mappers.model_config import geometry_of
 from tests.mappers.architectures.zoo import WINDOW, model_of
 from tests.mappers.pairs import random_documents
 from workers.engines.transformers.attention import attention_for

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 from mappers.cache import KVCache, KVSource
-from mappers.manifest import COPY, KINDS, Calibration, LayerSpec, Manifest, ModelCard, OutputSpec
-from mappers.mapper import Mapper, TogetherSink, probe_name
-from mappers.plan import weight_name
+from mappers.manifest import (
+    COPY,
+    KINDS,
+    Calibration,
+    LayerSpec,
+    Manifest,
+    ModelCard,
+    OutputSpec,
+    probe_name,
+    weight_name,
+)
+from mappers.mapper import Mapper, TogetherSink
 from mappers.rope import Rope
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
 from tests.workers.transports.owner import SECRET, RemoteOwner

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from mappers.rotary import constant_positions
+from mappers.model_config import constant_positions
 from workers.engines.transformers import attention
 from workers.engines.transformers.memory import WorkingMemory
 

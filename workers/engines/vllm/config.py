@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint, tokenizer_digest
-from mappers.models import geometry_of, local_folder
+from mappers.model_config import geometry_of
+from mappers.models import local_folder
 from workers.api.errors import KvrelayError
 from workers.api.process import ParentWatchError, die_with_parent
 from workers.api.schemas import KVLayout

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from mappers.cache import KVCache
 from mappers.errors import MapperError
-from mappers.manifest import KINDS, Kind
+from mappers.manifest import KINDS, Target
 
 TOLERANCE = 1e-5  # relative error of float32 states that two runs of the same arithmetic may differ by
 SAMPLE_TOKENS = 64
-
-Target = tuple[Kind, int]
 
 
 class CopyFinder:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -117,3 +121,61 @@ def numbers(text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers of tokens, as in 384,1024")
     return tuple(map(int, parts))
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise `MapperError` for a file that can't be written, before there is anything to write; None is none."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise MapperError(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise MapperError(f"cannot write {path}: there is no folder {path.parent}")
+        if not path.exists():
+            check_writable_folder(path.parent)
+        elif not os.access(path, os.W_OK):
+            raise MapperError(f"cannot write {path}: permission denied")
+
+
+def check_writable_folder(folder: str | Path) -> None:
+    """Raise `MapperError` unless a file can be made in this folder: one is, and is gone again."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MapperError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise MapperError(f"cannot write {path}: {error.strerror}") from error
+
+
+INTERRUPTED = 128 + signal.SIGINT  # as a shell has it
+
+
+def run(name: str, work: Callable[[], None]) -> int:
+    """Do the work of `kvrelay name`; its exit status."""
+    try:
+        work()
+    except (MapperError, OSError) as error:
+        return _told(name, str(error), 1)
+    except KeyboardInterrupt as interrupt:
+        return _told(name, f"interrupted; {interrupt}" if interrupt.args else "interrupted", INTERRUPTED)
+    return 0
+
+
+@contextmanager
+def resumable(kept: Path | None) -> Iterator[None]:
+    """If this is interrupted, the file that was kept is told: the next run goes on from there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        what = f"the same command goes on from {kept}" if kept and kept.exists() else "nothing was kept"
+        raise KeyboardInterrupt(what) from None
+
+
+def _told(name: str, what: str, status: int) -> int:
+    print(f"kvrelay {name}: {what}", file=sys.stderr)
+    return status

@@ -7,18 +7,29 @@ window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mappers.cache import KVGeometry
 from mappers.errors import UnsupportedModel
-from mappers.rotary import config_of, constant_positions
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 Check = Callable[[Any], str | None]  # of a config: the reason why it can't be mapped
+
+
+def config_of(values: Mapping[str, Any]) -> Any:
+    """The transformers config that a `config.json` describes. Raises `UnsupportedModel` if it knows none."""
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"unknown model_type {kind!r}; known are those of the installed transformers")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:  # transformers checks fields in many ways, and divides by them
+        raise UnsupportedModel(f"no config of model_type {kind!r}: {' '.join(str(error).split())}") from error
 
 
 def geometry_of(config: Any) -> KVGeometry:
@@ -42,6 +53,26 @@ def context_of(config: Any) -> int:
     if context is None:
         raise UnsupportedModel(f"model_type {config.model_type!r}: no max_position_embeddings; allowed: RoPE")
     return min(int(context), constant_positions(config) or int(context))
+
+
+def constant_positions(config: Any) -> int | None:
+    """How many positions from 0 on a model reads with one and the same set of factors; None if it never changes.
+
+    `dynamic` computes other frequencies with every token beyond the trained context, `longrope` takes other factors
+    when a call of the model reaches beyond it. A cached key keeps those in use when it was computed, which depend on
+    how the prompt was cut into calls: nothing in the cache tells.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    ends = [end for part in each if (end := _constant_positions(part, config)) is not None]
+    return min(ends, default=None)
+
+
+def _constant_positions(parameters: Mapping[str, Any], config: Any) -> int | None:
+    kind = parameters.get("rope_type")
+    if kind == "longrope":
+        return int(parameters["original_max_position_embeddings"])
+    return int(config.max_position_embeddings) if kind == "dynamic" else None
 
 
 def _encoder_decoder(config: Any) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mappers.cache import KVSource
 from mappers.errors import BundleCorrupt
-from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec
+from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec, weight_name
 from mappers.rope import Factors, Rope, inverse, rotate
 
 Form = Literal["whole", "by_head"]  # of the features
@@ -256,10 +256,6 @@ def outputs_of(manifest: Manifest, weights: Mapping[str, Tensor], halves: bool) 
     """
     maker = _OutputMaker(manifest, weights, halves)
     return [(maker.make(i, "keys"), maker.make(i, "values")) for i in range(len(manifest.layers))]
-
-
-def weight_name(layer: int, kind: Kind, part: str) -> str:
-    return f"layers.{layer}.{kind}.{part}"
 
 
 class _OutputMaker:
