@@ -151,7 +151,7 @@ class Fleet:
         worker = Worker(
             worker_id,
             settings.tier,
-            WorkerClient(settings.url, self._secret, transport=self._transports.get(worker_id)),
+            WorkerClient(settings.url, self._secret, transport=self._transports.get(worker_id), fast=True),
             gate=self.gates[settings.tier],
             breaker=self._breaker(worker_id),
             transfers=self._breaker(f"{worker_id}/transfer"),

@@ -1,13 +1,12 @@
-"""HTTP/1.1 to one worker, on kept connections, as thin as it can be: a gateway makes a call for every request.
+"""HTTP/1.1 clients for one worker, behind one small interface.
 
-    Wire          what a client needs of it
-    SocketWire    over sockets: a connection is asyncio's, its parser httptools'
-    HttpxWire     over an httpx transport: to an application in this process
+    HttpClient       the interface
+    HttpxClient      httpx: the default, and the way to an ASGI application in this process
+    SocketClient     asyncio and httptools, for the gateway's hot path
 
-A reply whose length nobody tells (neither `content-length` nor chunks, ended by closing) counts as broken off.
-
-Not aiohttp: in front of the same upstream a call by it took 0.40 ms of CPU in place of 0.12, a third of what a request
-may cost the gateway in all; and it has no patience with a loop that is late, nor looks at a kept connection before use.
+A gateway makes several calls per request, so `SocketClient` does as little as possible per call: it takes about a third
+of the CPU time of httpx or aiohttp (`benchmarks/upstream.py` measures it). It also tolerates an event loop that runs
+late, and checks a kept connection before use.
 """
 
 from __future__ import annotations
@@ -28,310 +27,377 @@ import httptools
 import httpx
 
 MAX_IDLE = 64
-IDLE_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s), which a call would run into
-MAX_UNREAD_BYTES = 256 * 1024  # of one reply; beyond, the worker has to wait for whoever reads it
-MAX_REPLY_BYTES = 64 * 2**20
-CLOSE_S = 2.0  # a transport that does not tell its end is no longer waited for
-TURNS, TURN_S = 5, 0.01  # of the event loop; a connection takes several
+IDLE_S = 2.0  # well before a server closes an idle connection (uvicorn: 5 s)
+MAX_BUFFERED_BYTES = 256 * 1024  # per response; beyond that the server has to wait for the reader
+MAX_BODY_BYTES = 64 * 2**20
+CLOSE_S = 2.0  # how long to wait for open connections to report their end
+LATE_TURNS, LATE_TURN_S = 5, 0.01  # extra turns of the event loop after a connect timeout
 
 PATH = re.compile(r"/[!-~]*")
 
 
-class WireError(Exception):
-    """Base of what a wire raises."""
+class HttpClientError(Exception):
+    """Base of the errors of an `HttpClient`."""
 
 
-class BadPath(WireError):
-    """No path that HTTP could carry."""
+class InvalidPath(HttpClientError):
+    """The path cannot be sent over HTTP."""
 
 
-class Unreachable(WireError):
-    """No connection."""
+class ConnectFailed(HttpClientError):
+    """No connection was made in time."""
 
 
-class Silent(WireError):
-    """Nothing came for as long as was to be waited."""
+class ReadTimeout(HttpClientError):
+    """Nothing arrived in time."""
 
 
-class BrokenOff(WireError):
-    """The connection ended, or what came was no HTTP."""
+class ConnectionBroken(HttpClientError):
+    """The connection ended early, or what arrived is not HTTP."""
 
 
-class Answer(ABC):
-    """A reply whose head has arrived."""
+class HttpResponse(ABC):
+    """A response whose head has arrived."""
 
     status: int
     retry_after: str | None
 
     @abstractmethod
-    async def read(self, within_s: float | None = None) -> bytes:
-        """What has come of the body since, at least one byte; nothing at its end. By default it waits for the call's
-        `timeout_s`."""
+    async def read(self, timeout_s: float | None = None) -> bytes:
+        """Return what has arrived of the body, at least one byte; b"" at its end. `timeout_s` defaults to the call's
+        own."""
 
-    async def whole(self, within_s: float) -> bytes:
-        """All of the body. Raises `Silent` for one that takes longer, however steadily it comes, and `BrokenOff` for
-        one that grows beyond what any reply takes."""
-        until, pieces, num_bytes = time.monotonic() + within_s, [], 0
-        while piece := await self.read(until - time.monotonic()):
-            pieces.append(piece)
-            num_bytes += len(piece)
-            if num_bytes > MAX_REPLY_BYTES:
-                raise BrokenOff(f"a reply of more than {MAX_REPLY_BYTES} bytes")
-        return b"".join(pieces)
+    async def read_all(self, timeout_s: float) -> bytes:
+        """Return the whole body. Raises `ReadTimeout` if it takes longer, however steadily it arrives, and
+        `ConnectionBroken` above `MAX_BODY_BYTES`."""
+        deadline, parts, num_bytes = time.monotonic() + timeout_s, [], 0
+        while part := await self.read(deadline - time.monotonic()):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MAX_BODY_BYTES:
+                raise ConnectionBroken(f"a response of more than {MAX_BODY_BYTES} bytes")
+        return b"".join(parts)
 
 
-class Wire(ABC):
+class HttpClient(ABC):
     @abstractmethod
-    def ask(
+    def stream(
         self,
         method: str,
         path: str,
         body: bytes,
         *,
         timeout_s: float,
-        connect_s: float,
+        connect_timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> AbstractAsyncContextManager[Answer]:
-        """`timeout_s` bounds the wait for the head, and each one for more of the body. Leaving the block before the end
-        of the reply hangs up. Raises `WireError`, at once and in the block too."""
+    ) -> AbstractAsyncContextManager[HttpResponse]:
+        """Send a request when the block begins. `timeout_s` bounds the wait for the head and each read of the body.
+
+        Leaving the block before the end of the body closes the connection. Raises `HttpClientError`, in the block too.
+        """
 
     @abstractmethod
     async def aclose(self) -> None: ...
 
 
-class SocketWire(Wire):
-    """To the host and port of a URL; `https` is verified by what the system trusts."""
+class HttpxClient(HttpClient):
+    """Calls over httpx. `transport` replaces its sockets, for example by an ASGI application."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None):
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"content-type": "application/json", **headers},
+            transport=transport,
+            verify=ssl.create_default_context() if url.startswith("https:") else False,
+            limits=httpx.Limits(max_keepalive_connections=MAX_IDLE, keepalive_expiry=IDLE_S),
+            trust_env=False,
+        )
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[HttpResponse]:
+        timeout = httpx.Timeout(timeout_s, connect=connect_timeout_s)
+        with _translated_errors():
+            call = self._http.stream(method, path, content=body, headers=headers, timeout=timeout)
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(timeout_s):  # a transport may ignore its own timeout
+                    response = await stack.enter_async_context(call)
+                yield HttpxResponse(response)
+
+    async def aclose(self) -> None:
+        with _translated_errors():
+            await self._http.aclose()
+
+
+class HttpxResponse(HttpResponse):
+    def __init__(self, response: httpx.Response):
+        self.status = response.status_code
+        self.retry_after = response.headers.get("retry-after")
+        self._parts = response.aiter_bytes()
+
+    async def read(self, timeout_s: float | None = None) -> bytes:
+        with _translated_errors():
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._parts, b"")
+
+
+@contextmanager
+def _translated_errors() -> Iterator[None]:
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise InvalidPath(str(error)) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ConnectFailed(repr(error)) from error
+    except (httpx.TimeoutException, TimeoutError) as error:
+        raise ReadTimeout(repr(error)) from error
+    except httpx.HTTPError as error:
+        raise ConnectionBroken(repr(error)) from error
+
+
+class SocketClient(HttpClient):
+    """Calls over sockets to the host and port of `url`. Certificates of `https` are verified with the system's
+    authorities.
+
+    A response needs a `content-length` or chunked encoding; one that ends by closing the connection counts as broken.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str]):
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        self._path = parts.path.rstrip("/")
-        told = {"host": parts.netloc.rpartition("@")[2], "content-type": "application/json", **headers}
-        self._headers = _lines(told)
-        self._idle: deque[Connection] = deque()  # the latest last
+        self._base_path = parts.path.rstrip("/")
+        host = parts.netloc.rpartition("@")[2]
+        self._headers = _header_lines({"host": host, "content-type": "application/json", **headers})
+        self._idle: deque[Connection] = deque()  # least recently used first
         self._open: set[Connection] = set()
         self._is_closed = False
 
-    def ask(
+    def stream(
         self,
         method: str,
         path: str,
         body: bytes,
         *,
         timeout_s: float,
-        connect_s: float,
+        connect_timeout_s: float,
         headers: Mapping[str, str] | None = None,
-    ) -> Call:
+    ) -> Exchange:
         if not PATH.fullmatch(path):
-            raise BadPath(path)
-        told = self._headers + _lines(headers or {})
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{told}content-length: {len(body)}\r\n\r\n"
-        return Call(self, head.encode("latin-1") + body, timeout_s=timeout_s, connect_s=connect_s)
+            raise InvalidPath(path)
+        lines = self._headers + _header_lines(headers or {})
+        head = f"{method} {self._base_path}{path} HTTP/1.1\r\n{lines}content-length: {len(body)}\r\n\r\n"
+        return Exchange(self, head.encode("latin-1") + body, timeout_s, connect_timeout_s)
 
     async def aclose(self) -> None:
         self._is_closed = True
         self._idle.clear()
-        open_ones = list(self._open)
-        for connection in open_ones:
-            connection.hang_up()
+        connections = list(self._open)
+        for connection in connections:
+            connection.abort()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await asyncio.gather(*(connection.ended.wait() for connection in open_ones))
+                await asyncio.gather(*(connection.closed.wait() for connection in connections))
 
-    async def connection(self, within_s: float) -> Connection:
-        """One for a call: the one that was used last where that will do, else a new one."""
-        return self._kept() or await self._connected(within_s)
+    async def acquire(self, timeout_s: float) -> Connection:
+        """Return an idle connection, the most recently used first, or a new one."""
+        return self._usable_idle() or await self._connect(timeout_s)
 
-    def _kept(self) -> Connection | None:
-        """Of those that the worker has not yet closed, nor is about to."""
-        oldest_s = time.monotonic() - IDLE_S
-        while self._idle and (self._idle[0].has_ended or self._idle[0].idle_since < oldest_s):
-            self._idle.popleft().hang_up()
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.is_unusable:
-                return connection
-            connection.hang_up()
-        return None
-
-    async def _connected(self, within_s: float) -> Connection:
-        connection = Connection(self._open)
-        try:
-            await self._connect(connection, within_s)
-        except BaseException:
-            connection.connection_lost(None)  # uvloop says nothing to one that is given up while it is made
-            raise
-        return connection
-
-    async def _connect(self, connection: Connection, within_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            async with _patient(within_s):
-                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
-        except TimeoutError as error:
-            raise Unreachable(f"no connection within {within_s:g} s") from error
-        except OSError as error:
-            raise Unreachable(repr(error)) from error
-
-    def give_back(self, connection: Connection) -> None:
-        if connection.may_be_kept and len(self._idle) < MAX_IDLE and not self._is_closed:
+    def release(self, connection: Connection) -> None:
+        if connection.is_reusable and len(self._idle) < MAX_IDLE and not self._is_closed:
             connection.idle_since = time.monotonic()
             self._idle.append(connection)
         else:
-            connection.hang_up()
+            connection.abort()
+
+    def _usable_idle(self) -> Connection | None:
+        """Skip connections that the server has closed, or is about to close."""
+        oldest = time.monotonic() - IDLE_S
+        while self._idle and (self._idle[0].is_closed or self._idle[0].idle_since < oldest):
+            self._idle.popleft().abort()
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.has_pending_input:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, timeout_s: float) -> Connection:
+        connection = Connection(self._open)
+        loop = asyncio.get_running_loop()
+        try:
+            async with _lenient_timeout(timeout_s):
+                await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
+        except BaseException as error:
+            connection.connection_lost(None)  # uvloop does not call it for a cancelled connect
+            if isinstance(error, TimeoutError):
+                raise ConnectFailed(f"no connection within {timeout_s:g} s") from error
+            if isinstance(error, OSError):
+                raise ConnectFailed(repr(error)) from error
+            raise
+        return connection
 
 
-class Call:
-    """A request that is sent where the block begins; at its end the connection is given back."""
+class Exchange(AbstractAsyncContextManager[HttpResponse]):
+    """One request and its response. Holds a connection for the duration of the block."""
 
-    def __init__(self, wire: SocketWire, request: bytes, *, timeout_s: float, connect_s: float):
-        self._wire = wire
+    def __init__(self, client: SocketClient, request: bytes, timeout_s: float, connect_timeout_s: float):
+        self._client = client
         self._request = request
         self._timeout_s = timeout_s
-        self._connect_s = connect_s
+        self._connect_timeout_s = connect_timeout_s
 
-    async def __aenter__(self) -> Answer:
-        until = time.monotonic() + self._timeout_s
-        self._connection = await self._wire.connection(self._connect_s)
+    async def __aenter__(self) -> HttpResponse:
+        deadline = time.monotonic() + self._timeout_s
+        self._connection = await self._client.acquire(self._connect_timeout_s)
         try:
-            await self._connection.send(self._request, until, self._timeout_s)
+            await self._connection.send(self._request, deadline, self._timeout_s)
         except BaseException:
-            self._wire.give_back(self._connection)
+            self._client.release(self._connection)
             raise
         return self._connection
 
     async def __aexit__(self, *error: object) -> None:
-        self._wire.give_back(self._connection)
+        self._client.release(self._connection)
 
 
 @asynccontextmanager
-async def _patient(within_s: float) -> AsyncIterator[None]:
-    """Raises `TimeoutError` after so long and some turns of the loop: when the loop itself was late, what came
-    meanwhile is seen first."""
+async def _lenient_timeout(timeout_s: float) -> AsyncIterator[None]:
+    """Raise `TimeoutError` after `timeout_s` and a few turns of the event loop.
+
+    If the loop itself ran late, the extra turns let it process what arrived in time.
+    """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
-        def expire(turns: int) -> None:
+        def expire(turns_left: int) -> None:
             nonlocal timer
-            if turns:
-                timer = loop.call_later(TURN_S, expire, turns - 1)
+            if turns_left:
+                timer = loop.call_later(LATE_TURN_S, expire, turns_left - 1)
             else:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_later(within_s, expire, TURNS)
+        timer = loop.call_later(timeout_s, expire, LATE_TURNS)
         try:
             yield
         finally:
             timer.cancel()
 
 
-class Connection(asyncio.Protocol, Answer):
-    """One connection, a call at a time; and the answer that is on its way over it. As long as it is open it stands in
-    `open_ones`."""
+class Connection(asyncio.Protocol, HttpResponse):
+    """One connection, serving one call at a time, and the current response on it. Registered in `open_connections`
+    while it is open."""
 
-    def __init__(self, open_ones: set[Connection]):
-        self.ended = asyncio.Event()
+    def __init__(self, open_connections: set[Connection]):
+        self.closed = asyncio.Event()
         self.idle_since = 0.0
-        self._open_ones = open_ones
+        self._open_connections = open_connections
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._timeout_s = 0.0
         self._is_paused = False
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.retry_after = None
-        self._has_head = self._is_whole = self._keeps_alive = False
+        self._has_head = self._is_complete = self._keeps_alive = False
         self._body: list[bytes] = []
-        self._num_unread = 0
+        self._num_buffered_bytes = 0
 
     @property
-    def has_ended(self) -> bool:
-        return self.ended.is_set()
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
 
     @property
-    def is_unusable(self) -> bool:
-        """It has ended, or what has come on it unasked (its end, most likely) has only not been seen yet."""
-        return self.has_ended or bool(self._poll.poll(0))
+    def has_pending_input(self) -> bool:
+        """Whether an idle connection is closed, or has input that the loop has not processed: most likely its end."""
+        return self.is_closed or bool(self._poll.poll(0))
 
     @property
-    def may_be_kept(self) -> bool:
-        return self._is_whole and not self._body and self._keeps_alive and not self.has_ended
+    def is_reusable(self) -> bool:
+        return self._is_complete and not self._body and self._keeps_alive and not self.is_closed
 
-    async def send(self, request: bytes, until: float, timeout_s: float) -> None:
-        """Returns once the head of the reply has arrived."""
-        self._begin()
+    async def send(self, request: bytes, deadline: float, timeout_s: float) -> None:
+        """Send the request and wait for the response head. `timeout_s` is the default of later reads."""
+        self._reset()
         self._timeout_s = timeout_s
         self._transport.write(request)
         while not self._has_head:
-            await self._more(until)
+            await self._wait(deadline)
 
-    async def read(self, within_s: float | None = None) -> bytes:
-        until = time.monotonic() + (self._timeout_s if within_s is None else within_s)
+    async def read(self, timeout_s: float | None = None) -> bytes:
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         while not self._body:
-            if self._is_whole:
+            if self._is_complete:
                 return b""
-            await self._more(until)
+            await self._wait(deadline)
         data = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
-        self._num_unread = 0
+        self._num_buffered_bytes = 0
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
         return data
 
-    def hang_up(self) -> None:
-        if not self.has_ended:
+    def abort(self) -> None:
+        if not self.is_closed:
             self._transport.abort()
 
-    async def _more(self, until: float) -> None:
-        """Waits until something has happened."""
-        if self.has_ended:
-            raise BrokenOff("the connection ended before the answer did")
-        self._waiting = self._loop.create_future()
-        timer = self._loop.call_later(max(0.0, until - time.monotonic()), self._wake, Silent())
+    async def _wait(self, deadline: float) -> None:
+        """Wait until something arrives."""
+        if self.is_closed:
+            raise ConnectionBroken("the connection closed before the end of the response")
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._wake, ReadTimeout())
         try:
-            await self._waiting
+            await self._waiter
         finally:
             timer.cancel()
-            self._waiting = None
+            self._waiter = None
 
-    def _wake(self, error: WireError | None = None) -> None:
-        if self._waiting is None or self._waiting.done():
+    def _wake(self, error: HttpClientError | None = None) -> None:
+        if self._waiter is None or self._waiter.done():
             return
         if error is None:
-            self._waiting.set_result(None)
+            self._waiter.set_result(None)
         else:
-            self._waiting.set_exception(error)
+            self._waiter.set_exception(error)
 
-    # asyncio calls these
+    # Callbacks of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        self._open_ones.add(self)
+        self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._wake(BrokenOff(repr(error)))
-            self.hang_up()
+            self._wake(ConnectionBroken(repr(error)))
+            self.abort()
         else:
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set()
-        self._open_ones.discard(self)
+        self.closed.set()
+        self._open_connections.discard(self)
         self._wake()
 
-    # and httptools these
+    # Callbacks of httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"retry-after":
@@ -339,75 +405,19 @@ class Connection(asyncio.Protocol, Answer):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        self._keeps_alive = self._parser.should_keep_alive()  # which only tells it now
+        self._keeps_alive = self._parser.should_keep_alive()  # known from here on only
         self._has_head = True
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
-        self._num_unread += len(body)
-        if self._num_unread > MAX_UNREAD_BYTES and not self._is_paused:
+        self._num_buffered_bytes += len(body)
+        if self._num_buffered_bytes > MAX_BUFFERED_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        self._is_whole = True
+        self._is_complete = True
 
 
-def _lines(headers: Mapping[str, str]) -> str:
+def _header_lines(headers: Mapping[str, str]) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-
-
-class HttpxWire(Wire):
-    def __init__(self, url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport):
-        told = {"content-type": "application/json", **headers}
-        self._http = httpx.AsyncClient(base_url=url, headers=told, transport=transport, trust_env=False)
-
-    @asynccontextmanager
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        *,
-        timeout_s: float,
-        connect_s: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[Answer]:
-        timeout = httpx.Timeout(timeout_s, connect=connect_s)
-        with translated():
-            call = self._http.stream(method, path, content=body, headers=headers, timeout=timeout)
-            async with AsyncExitStack() as opened:
-                async with asyncio.timeout(timeout_s):  # which a transport need not do
-                    reply = await opened.enter_async_context(call)
-                yield HttpxAnswer(reply)
-
-    async def aclose(self) -> None:
-        with translated():
-            await self._http.aclose()
-
-
-class HttpxAnswer(Answer):
-    def __init__(self, reply: httpx.Response):
-        self.status = reply.status_code
-        self.retry_after = reply.headers.get("retry-after")
-        self._pieces = reply.aiter_bytes()
-
-    async def read(self, within_s: float | None = None) -> bytes:
-        with translated():
-            async with asyncio.timeout(within_s):
-                return await anext(self._pieces, b"")
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """httpx's errors, as those of a wire."""
-    try:
-        yield
-    except httpx.InvalidURL as error:
-        raise BadPath(str(error)) from error
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise Unreachable(repr(error)) from error
-    except (httpx.TimeoutException, TimeoutError) as error:
-        raise Silent(repr(error)) from error
-    except httpx.HTTPError as error:
-        raise BrokenOff(repr(error)) from error
