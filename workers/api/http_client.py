@@ -4,9 +4,9 @@
     HttpxClient      httpx: the default, and the way to an ASGI application in this process
     SocketClient     asyncio and httptools, for the gateway's hot path
 
-A gateway makes several calls per request, so `SocketClient` does as little as possible per call: it takes about a third
-of the CPU time of httpx or aiohttp (`benchmarks/upstream.py` measures it). It also tolerates an event loop that runs
-late, and checks a kept connection before use.
+A gateway makes several calls per request, so `SocketClient` does as little as possible per call: it takes a quarter of
+aiohttp's CPU time and a small fraction of httpx's (`benchmarks/upstream.py` measures it). It also tolerates an event
+loop that runs late, and checks a kept connection before use.
 """
 
 from __future__ import annotations
