@@ -188,7 +188,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         theirs = peer.fitted(models, load_tokenizer(pair.target), examples, options.layers)
         seconds["kvbridge"].append(time.perf_counter() - began)
     del examples
-    mappers = {"kvrelay": ours, "kvbridge": PeerMapper(peer, theirs, ropes, ours.manifest)}
+    peer_mapper = PeerMapper(peer, theirs, ropes, ours.manifest)
+    mappers = {"kvrelay": ours, "kvbridge": peer_mapper}
     # 3. The maps, turn by turn; and what the target makes of them.
     map_ms = _map_times(mappers, read(models[0], _long(texts)), options.repeats)
     protocol = Protocol(options.lengths, options.documents, num_controls=options.documents)
@@ -200,7 +201,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         arms=ARMS,
         progress=Meter("tokens"),
     )
-    sizes = {"kvrelay": _bytes(ours.weights.values()), "kvbridge": mappers["kvbridge"].weight_bytes}
+    sizes = {"kvrelay": _bytes(ours.weights.values()), "kvbridge": peer_mapper.weight_bytes}
     rows = [
         _result(who, statistics.median(seconds[who]), map_ms[who], sizes[who], each.evaluation)
         for who, each in zip(mappers, judged, strict=True)

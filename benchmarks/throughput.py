@@ -159,7 +159,7 @@ async def _asked(client: WorkerClient, talk: Talk, max_tokens: int) -> Answer:
     return Answer(text, chunks[-1]["usage"]["completion_tokens"])
 
 
-def _row(arm: str, chats: int, repeat: int, answers: dict[str, Sequence[Answer]], seconds: float) -> Row:
+def _row(arm: str, chats: int, repeat: int, answers: dict[str, list[Answer]], seconds: float) -> Row:
     tokens = sum(answer.num_tokens for answer in answers[arm])
     same = sum(ours == theirs for ours, theirs in zip(*answers.values(), strict=True))
     return Row(arm, chats, repeat, tokens, seconds, tokens / seconds, same)

@@ -29,7 +29,7 @@ def service(composed: Composed, request: pytest.FixtureRequest) -> Service:
 
 
 def test_it_fits_the_schema_of_compose_files() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE_FILE]
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE_FILE)]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 

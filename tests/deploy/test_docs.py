@@ -42,7 +42,7 @@ BLOCKS = [
 ]
 
 
-def of(*kind: str) -> Any:
+def of(*kind: str) -> pytest.MarkDecorator:
     blocks = [block for block in BLOCKS if block.kind[: len(kind)] == kind]
     return pytest.mark.parametrize("block", blocks, ids=lambda block: block.where)
 

@@ -20,7 +20,7 @@ from tools.commands import doctor
 from tools.fake_worker import FAKE_SECRET
 from tools.fake_worker.worker import fingerprint
 from tools.stack import free_ports
-from workers.api.schemas import BundleInfo
+from workers.api.schemas import BundleInfo, WorkerInfo
 from workers.settings import WorkerSettings
 
 BUNDLE = BundleInfo(
@@ -159,7 +159,7 @@ async def test_bundles_are_judged_for_the_pair(
 ) -> None:
     _, large = fakes()
     offered = [] if changes is None else [BUNDLE.model_copy(update=changes)]
-    info = doctor.WorkerInfo.model_validate(await large._info({})).model_copy(update={"bundles": offered})
+    info = WorkerInfo.model_validate(await large._info({})).model_copy(update={"bundles": offered})
     finding = doctor.bundles("large-0", info, {fingerprint("small")})
     assert finding.status == status
     assert says in finding.found and advice in finding.advice and bool(advice) == (status != "ok")

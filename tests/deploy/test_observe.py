@@ -127,6 +127,6 @@ def test_every_alert_is_tested_and_says_what_to_do() -> None:
 def test_the_configuration_of_prometheus_is_valid(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     config = (PROMETHEUS / "prometheus.yml").read_text().replace("/etc/prometheus", str(PROMETHEUS))
     (tmp_path / "prometheus.yml").write_text(config)
-    command = [require_tool("promtool"), "check", "config", tmp_path / "prometheus.yml"]
+    command = [require_tool("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr

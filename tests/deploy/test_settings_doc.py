@@ -44,7 +44,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "workers": workers.WorkerSettings,
     "gate": workers.Gate,
     "tcp": workers.TcpSettings,
-} | {name: policy for name, policy in POLICIES.items() if policy.model_fields}
+}
+SECTIONS |= {name: policy for name, policy in POLICIES.items() if policy.model_fields}
 
 
 class Row(NamedTuple):

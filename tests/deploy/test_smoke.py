@@ -56,7 +56,7 @@ def test_who_ends_the_smoke_test_ends_its_services(
     service.chmod(0o755)
     environment = os.environ | {"PYTHON": str(service)}
     # A shell has what it starts in the background ignore SIGINT, and its children could not take it back.
-    command = ["env", "--default-signal=INT", REPOSITORY / "deploy" / "smoke.sh"]
+    command = ["env", "--default-signal=INT", str(REPOSITORY / "deploy" / "smoke.sh")]
     smoke = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with smoke:
         assert smoke.stdout is not None and smoke.stdout.readline() == b"started\n"

@@ -16,7 +16,7 @@ def ran(folder: Path, *, apt: int, **environment: str) -> subprocess.CompletedPr
     for name, does in {"id": "echo 0", "apt-get": f'echo "$@" >> {folder}/asked; exit {apt}'}.items():
         (folder / name).write_text(f"#!{shutil.which('sh')}\n{does}\n")
         (folder / name).chmod(0o755)
-    command = [shutil.which("bash") or "bash", REPOSITORY / "deploy" / "system-packages"]
+    command = [shutil.which("bash") or "bash", str(REPOSITORY / "deploy" / "system-packages")]
     return subprocess.run(command, env={"PATH": str(folder)} | environment, capture_output=True, text=True)
 
 

@@ -115,7 +115,8 @@ class Cluster:
     client: Client
 
     def id(self, tier: str) -> str:
-        return next(name for name, worker in self.settings["workers"].items() if worker["tier"] == tier)
+        workers: dict[str, Any] = self.settings["workers"]
+        return next(name for name, worker in workers.items() if worker["tier"] == tier)
 
     def child(self, tier: str) -> Child:
         return self.stack.workers[self.id(tier)]

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
 
 from tests.e2e.running import NUM_TOKENS, Cluster
 from tests.e2e.talks import Talk, carried_on, talk
+from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
-from workers.reference import HEAD, Reference
+from workers.reference import Reference
 
 
 @pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[OpenAI]:
-    plain = httpx.Client(trust_env=False)
+    plain = openai.DefaultHttpxClient(trust_env=False)
     with OpenAI(base_url=f"{cluster.client.url}/v1", api_key="none", max_retries=0, http_client=plain) as client:
         yield client
 
 
 def ask(client: OpenAI, asked: Talk, **changes: Any) -> Any:
-    fields = {"model": "auto", "messages": asked, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": True}
-    return client.chat.completions.create(**fields | changes)
+    fields: dict[str, Any] = {"model": "auto", "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": True}
+    return client.chat.completions.create(**fields | {"messages": asked} | changes)
 
 
 def escalated(options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -88,8 +88,9 @@ def test_its_own_message_comes_back_as_the_turn_after(client: OpenAI) -> None:
 
 
 def test_headers(client: OpenAI) -> None:
+    asked: Any = talk("Stephano")
     raw = client.chat.completions.with_raw_response.create(
-        model="auto", messages=talk("Stephano"), max_tokens=2, extra_headers={"x-request-id": "mine.1"}, **escalated()
+        model="auto", messages=asked, max_tokens=2, extra_headers={"x-request-id": "mine.1"}, **escalated()
     )
     assert raw.headers["x-request-id"] == "mine.1"
     assert (raw.headers["x-kvrelay-path"], raw.headers["x-kvrelay-model"]) == ("mapped", "tiny-large")

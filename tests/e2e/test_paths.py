@@ -10,8 +10,9 @@ import pytest
 from tests.e2e.conftest import Right
 from tests.e2e.running import CONTENT, NUM_TOKENS, Cluster, Reply
 from tests.e2e.talks import Talk, carried_on, talk
+from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
-from workers.reference import HEAD, LOGPROB_TOLERANCE, Reference, Step
+from workers.reference import LOGPROB_TOLERANCE, Reference, Step
 
 
 def differ(left: Sequence[Step], right: Sequence[Step]) -> bool:

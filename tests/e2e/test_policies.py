@@ -7,8 +7,8 @@ from typing import Any
 from tests.e2e.conftest import Right
 from tests.e2e.running import NUM_TOKENS, Cluster
 from tests.e2e.talks import talk
+from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
-from workers.reference import HEAD
 
 RULES = {
     "name": "rules",

@@ -117,5 +117,6 @@ def exchange(store: RedisProcess) -> None:
 
 
 def entries(direct: redis.Redis) -> dict[bytes, dict[str, Any]]:
-    keys = sorted(direct.keys("kvrelay:prefix:*"))
-    return dict(zip(keys, map(json.loads, direct.mget(keys)), strict=True))
+    keys: list[Any] = sorted(direct.keys("kvrelay:prefix:*"))
+    values: list[Any] = direct.mget(keys)
+    return {key: json.loads(value) for key, value in zip(keys, values, strict=True)}

@@ -23,9 +23,10 @@ from tests.e2e.conftest import Right
 from tests.e2e.running import NUM_TOKENS, REQUEST_S, Client, Cluster, Reply, eventually, request
 from tests.e2e.talks import Talk, carried_on, talk
 from workers.api.errors import CacheNotFound, CacheStale, TransferFailed, WorkerUnavailable
+from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 from workers.api.schemas import PrefillReply, TransferReply
 from workers.digest import token_digest
-from workers.reference import HEAD, Reference
+from workers.reference import Reference
 
 FIRST, HANDED, WHOLE, STREAMED = talk("Hamlet"), talk("Othello"), talk("Mercutio"), talk("Tybalt")
 READ = talk("Iago", num_words=4000)  # a handoff of many chunks

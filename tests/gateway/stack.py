@@ -20,9 +20,9 @@ from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.schemas import Message
 
 LONG = " ".join(f"word{index}" for index in range(600))
-SYSTEM = {"role": "system", "content": f"You know this by heart: {LONG}"}
-USER = {"role": "user", "content": "What comes after word41?"}
-MESSAGES = [SYSTEM, USER]
+SYSTEM: dict[str, Any] = {"role": "system", "content": f"You know this by heart: {LONG}"}
+USER: dict[str, Any] = {"role": "user", "content": "What comes after word41?"}
+MESSAGES: list[Any] = [SYSTEM, USER]
 
 
 def values(**changes: Any) -> dict[str, Any]:

@@ -29,16 +29,16 @@ YES = {"token": "Yes", "logprob": -0.1, "top_logprobs": []}
 class Scripted(FakeWorker):
     """Answers with what it is given."""
 
-    answer = Response()
+    scripted = Response()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        replies = self.answer if scope["path"] == "/v1/chat/completions" else super().__call__
+        replies = self.scripted if scope["path"] == "/v1/chat/completions" else super().__call__
         await replies(scope, receive, send)
 
 
 def small_answers(answer: Response, **changes: Any) -> AbstractAsyncContextManager[Stack]:
     small = Scripted("small-0", "fake-small")
-    small.answer = answer
+    small.scripted = answer
     return in_process({"small-0": httpx.ASGITransport(small)}, **changes)
 
 

@@ -83,7 +83,8 @@ async def test_a_forced_handoff_is_made_whatever_it_costs(stack: Stack) -> None:
 
 def fallbacks(stack: Stack) -> float:
     counted = stack.app.state.gateway.parts.metrics.full_prefill_fallback.collect()
-    return sum(sample.value for metric in counted for sample in metric.samples if sample.name.endswith("_total"))
+    samples = [sample for metric in counted for sample in metric.samples]
+    return sum(float(sample.value) for sample in samples if sample.name.endswith("_total"))
 
 
 async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:

@@ -58,8 +58,9 @@ async def test_a_prefix_is_read_handed_over_and_answered_from(stack: Stack) -> N
 
 async def test_a_text_is_read_too(stack: Stack) -> None:
     read = await made(stack, messages=None, prefix="once upon a time", target_model="large")
-    body = {"model": "large", "prompt": "once upon a time there", "kv_transfer_params": {"cache_id": read["cache_id"]}}
-    reply = await post(stack, "completions", **body)
+    params = {"cache_id": read["cache_id"]}
+    prompt = "once upon a time there"
+    reply = await post(stack, "completions", model="large", prompt=prompt, kv_transfer_params=params)
     assert (told(reply)["path"], told(reply)["cached_tokens"]) == ("exact", 4)
 
 

@@ -83,7 +83,8 @@ async def test_the_official_client_streams_it() -> None:
     assert "".join(choice.text for choice in choices) == right(stack.small)
     offsets = [offset for choice in choices if choice.logprobs for offset in choice.logprobs.text_offset or ()]
     assert offsets == sorted(offsets) and offsets[1] == len(choices[1].text)
-    assert chunks[-1].usage.completion_tokens == 7
+    usage = chunks[-1].usage
+    assert usage is not None and usage.completion_tokens == 7
     assert stack.small.made("chat")[0]["messages"][0]["content"] == PROMPT, "the verifier asks in words"
 
 

@@ -29,8 +29,8 @@ BEAT_S, LOST_AFTER_S = 0.05, 2.0
 
 
 def beat(**changes: Any) -> Heartbeat:
-    fields = {"worker": "large-0", "tier": "large", "url": "http://large-0", "epoch": "e1", "at": time.time()}
-    return Heartbeat(**fields | changes)
+    fields: dict[str, Any] = {"worker": "large-0", "tier": "large", "url": "http://large-0", "epoch": "e1"}
+    return Heartbeat(**fields | {"at": time.time()} | changes)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gateway.request.lookup import PrefixHit
@@ -31,16 +33,21 @@ def planned(num_tokens: int, *found: PrefixHit, remaining_s: float = 120.0, rate
     return plan_handoff(num_tokens, found, rates, remaining_s, HANDOFF, DEADLINES)
 
 
+def handoff(num_tokens: int, deadline_s: float) -> Handoff:
+    about: Any = pytest.approx(deadline_s)
+    return Handoff(num_tokens, about)
+
+
 def test_all_but_the_native_tail_is_handed_over() -> None:
     assert planned(2048) == Handoff(2048 - 64, 1.984)
 
 
 def test_never_longer_than_a_prefill_of_what_is_handed_over() -> None:
-    assert planned(1064) == Handoff(1000, pytest.approx(1.0))
+    assert planned(1064) == handoff(1000, 1.0)
 
 
 def test_a_full_prefill_and_a_reserve_are_kept_back() -> None:
-    assert planned(1064, remaining_s=6.5) == Handoff(1000, pytest.approx(6.5 - 1.064 - 5.0))
+    assert planned(1064, remaining_s=6.5) == handoff(1000, 6.5 - 1.064 - 5.0)
 
 
 @pytest.mark.parametrize("remaining_s", [6.1, 3.0, 0.0])
@@ -66,7 +73,7 @@ def test_then_the_own_mapped_cache() -> None:
 
 def test_an_exact_cache_of_little_does_not_stand_in_the_way() -> None:
     little, mapped = own(20), own(1900, "mapped:b")
-    assert planned(2000, little) == Handoff(1936, pytest.approx(1.936))
+    assert planned(2000, little) == handoff(1936, 1.936)
     assert planned(2000, little, mapped) == OwnCache(mapped)
 
 

@@ -213,7 +213,7 @@ async def test_an_offer_to_speak_another_protocol_is_passed_over(stack: Stack, n
 async def test_what_names_no_path_is_refused_and_no_bug(stack: Stack, line: bytes, num_before: int) -> None:
     told: list[logging.LogRecord] = []
     watching = logging.Handler(logging.ERROR)
-    watching.emit = told.append  # type: ignore[method-assign]
+    watching.emit = told.append  # type: ignore[method-assign, assignment]
     logging.getLogger("asyncio").addHandler(watching)
     try:
         async with connected(stack) as (reader, writer):

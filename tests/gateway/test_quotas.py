@@ -75,8 +75,8 @@ async def the_budgets(quotas: Quotas) -> None:
     assert await quotas.overspent(tenant("b"), asked) == {everyones}
 
 
-def utc(*at: int) -> float:
-    return datetime(*at, tzinfo=UTC).timestamp()
+def utc(year: int, month: int, day: int, hour: int = 0, minute: int = 0, second: int = 0) -> float:
+    return datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp()
 
 
 async def the_clocks_windows(url: str) -> None:

@@ -230,9 +230,9 @@ async def test_a_cancelled_caller_leaves_the_connection_clean(shared_redis: Redi
 async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess) -> None:
     """Which costs it one operation's time, however much it wants of it: prefixes, a minute's limits, a budget."""
     budget = {"name": "spent", "when": {"budget": {"tier": "large", "tokens": 1000}}, "then": {"name": "fixed"}}
-    limited = {"tenants": {"default": {"requests_per_minute": 1000, "tokens_per_minute": 1_000_000}}}
+    tenants = {"default": {"requests_per_minute": 1000, "tokens_per_minute": 1_000_000}}
     policy = {"name": "rules", "rules": [budget]}
-    async with in_process(registry={"url": own_redis.url}, policy=policy, **limited) as stack:
+    async with in_process(registry={"url": own_redis.url}, policy=policy, tenants=tenants) as stack:
         await hit(stack)
         before = num_ops(stack, "timeout")
         own_redis.freeze()
@@ -282,7 +282,7 @@ async def test_a_probe_that_fails_with_anything_tries_again() -> None:
         if failures:
             raise failures.pop()
 
-    async def fail() -> None:
+    async def fail() -> str:
         raise ConnectionError("gone")
 
     async def work() -> str:

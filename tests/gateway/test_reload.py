@@ -45,8 +45,8 @@ async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
         assert (await stack.chat(model="small")).status_code == 404
         assert not under_way.done()
         assert text(await under_way) == right_answer(stack.small, MESSAGES)
-        wire = before.parts.fleet.tiers["small"].workers["small-0"].client._wire
-        await eventually(lambda: not wire._open)
+        http: Any = before.parts.fleet.tiers["small"].workers["small-0"].client._http
+        await eventually(lambda: not http._open)
         shown = of(stack).metrics.registry.get_sample_value
         await eventually(lambda: shown("kvrelay_circuit_state", {"target": "small-0"}) is None)
         assert 'target="small-0"' not in (await stack.http.get("/metrics")).text

@@ -10,7 +10,7 @@ from tests.gateway.stack import Stack, in_process, told
 from workers.api.errors import WorkerUnavailable
 
 JSON = {"type": "json_object"}
-FOLLOWING = {
+FOLLOWING: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {"name": "answer", "strict": True, "schema": {"enum": ["yes", "no", None], "default": None}},
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from gateway.errors import SettingsError
 from gateway.policies import POLICIES
@@ -148,7 +149,7 @@ def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
     assert "hidden" not in refused.value.message
 
 
-TIMED = {
+TIMED: dict[str, type[BaseModel]] = {
     "deadlines": Deadlines,
     "breaker": BreakerSettings,
     "handoff": HandoffSettings,

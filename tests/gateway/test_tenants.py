@@ -103,7 +103,7 @@ async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
             assert following.status_code == 200
 
 
-async def plant(stack: Stack, **changes: str) -> None:
+async def plant(stack: Stack, **changes: Any) -> None:
     """Changes what Redis holds of the small model's caches of tenant default."""
     import redis.asyncio
 
@@ -111,7 +111,7 @@ async def plant(stack: Stack, **changes: str) -> None:
 
     async with redis.asyncio.from_url(stack.app.state.gateway.settings.registry.url) as raw:
         for name in await raw.keys(f"{PREFIX}*"):
-            entry = WRITTEN.validate_json(await raw.get(name))
+            entry = WRITTEN.validate_json(await raw.get(name) or b"")
             if entry.tenant == "default" and entry.worker == "small-0":
                 await raw.set(name, WRITTEN.dump_json(replace(entry, **changes)), px=60_000)
 

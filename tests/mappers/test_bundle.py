@@ -44,7 +44,7 @@ def evaluation(
 ) -> Evaluation:
     score = ArmScore(arm=arm, ppl_ratio=ppl_ratio, ppl_low=1, ppl_high=2, top1=top1, kl_mean=0, kl_p95=0)
     at = tuple(LengthScores(length=length, num_documents=documents, arms=(score,)) for length in lengths)
-    settings = {"data": "noise", "head": 4, "tail": 64, "scored": 128, "tokens": 128} | changes
+    settings: dict[str, Any] = {"data": "noise", "head": 4, "tail": 64, "scored": 128, "tokens": 128} | changes
     return Evaluation(**settings, arms=(score,), lengths=at)
 
 
@@ -259,4 +259,4 @@ def test_the_gate(
     manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
     mapper = Mapper(manifest, twin_mapper.weights)
     found = mapper.refusal(**asked)
-    assert found is None if refusal is None else refusal in found
+    assert found is None if refusal is None else refusal in (found or "")

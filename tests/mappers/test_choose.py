@@ -13,6 +13,7 @@ from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
 from mappers.attention import NEAR, Judge
 from mappers.choose import COLUMNS, RIDGE, Chooser, forward_path, greedy_path, rank
 from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
+from mappers.manifest import Block
 from mappers.methods import Layout, Solution
 from mappers.methods.ridge import Ridge, cholesky_solve
 from mappers.models import load_model, read
@@ -176,7 +177,7 @@ def test_a_greedy_path_ends_where_the_error_no_longer_falls() -> None:
 
     def error(blocks: Any) -> float:
         asked.append(blocks)
-        return abs(7 - sum(layer for _, layer in blocks))
+        return float(abs(7 - sum(layer for _, layer in blocks)))
 
     assert greedy_path(error, pool, 4) == [(("keys", 4),), (("keys", 3), ("keys", 4))]
     assert len(asked) == 5 + 4 + 3 and len(greedy_path(error, pool, 1)) == 1 and greedy_path(error, [], 4) == []
@@ -234,7 +235,7 @@ def test_choosing_by_attention_is_at_least_as_good_by_attention(
         errors = []
         for layer, spec in enumerate(mapper.manifest.layers):
             weight, bias = (mapper.weights[f"layers.{layer}.keys.{part}"].double() for part in ("weight", "bias"))
-            blocks = [("keys", i) for i in spec.keys.key_layers]
+            blocks: list[Block] = [("keys", i) for i in spec.keys.key_layers]
             errors.append(judge.error(blocks, {("keys", layer): Solution(weight, bias)}))
         found[way] = sum(errors)
     assert found["attention"] <= 1.02 * min(found.values())

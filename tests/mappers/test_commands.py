@@ -113,8 +113,8 @@ def test_eval_stores_what_the_gate_reads(workplace: Path, tmp_path: Path, capsys
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
     told = capsys.readouterr().err
     assert "judged on 0 documents at prefix length 384; the gate asks for" in told  # a shortened protocol
-    own = {"max_ppl_ratio": 50, "min_top1": 0, "lengths": (40, 60), "min_documents": 3, "min_scored": 8}
-    update(tmp_path / "b", gate=Gate(**own))
+    own = Gate(max_ppl_ratio=50, min_top1=0, lengths=(40, 60), min_documents=3, min_scored=8)
+    update(tmp_path / "b", gate=own)
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is whole; it passes its gate" in capsys.readouterr().out
     page = (tmp_path / "b" / REPORT).read_text()

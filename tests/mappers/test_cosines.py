@@ -38,8 +38,8 @@ def test_the_attention_over_a_stand_in_is_that_of_a_cache_that_holds_it(model: A
     assert found.mean.shape == (4, 4)
     mixed = KVCache.concatenate([native.slice(0, 5), stand_in, native.slice(55, 60)])
     # In the first layer the queries do not depend on the cache, so that a plain run over the mixed one tells all.
-    outputs = [attention_outputs(model, 0, TOKENS[60:70], past) for past in (native, mixed)]
-    expected = torch.cosine_similarity(*outputs, dim=-1).mean(0)
+    ours, theirs = (attention_outputs(model, 0, TOKENS[60:70], past) for past in (native, mixed))
+    expected = torch.cosine_similarity(ours, theirs, dim=-1).mean(0)
     assert torch.allclose(found.mean[0], expected, atol=1e-5) and float(expected.max()) < 0.99
     assert torch.equal(watched, run(model, TOKENS[60:70], native)[1])
 

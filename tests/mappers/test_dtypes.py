@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ PROTOCOL = Protocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
 def test_a_map_fitted_and_judged_in_half_precision_is_that_of_float32(
     folders: dict[str, Path], documents: list[list[int]], dtype: str
 ) -> None:
-    exactly = {"precision": "float32", "ridges": (1e-9,)}
-    mapper = fit(folders["twin"], folders["large"], documents, dtype=dtype, **exactly)
+    twin, large = folders["twin"], folders["large"]
+    mapper = fit(twin, large, documents, dtype=dtype, precision="float32", ridges=(1e-9,))
     assert mapper.manifest.options["dtype"] == dtype
     (ids,) = random_documents(1, 80, seed=3)
     exact, mapped = read(load_model(folders["large"]), ids), mapper.map(read(load_model(folders["twin"]), ids))
@@ -45,7 +46,7 @@ def test_auto_is_what_the_weights_are_stored_in(tmp_path: Path) -> None:
 def test_what_was_read_in_another_precision_is_not_gone_on_with(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
-    given = {"layers": 1, "checkpoint": tmp_path / "kept", "keep": True, "method": "identity"}
+    given: dict[str, Any] = {"layers": 1, "checkpoint": tmp_path / "kept", "keep": True, "method": "identity"}
     assert "dtype" not in fit(folders["twin"], folders["large"], documents[:4], **given).manifest.options
     with pytest.raises(CheckpointMismatch, match="was begun with dtype None, not 'bfloat16'"):
         fit(folders["twin"], folders["large"], documents[:4], dtype="bfloat16", **given)

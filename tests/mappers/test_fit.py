@@ -167,9 +167,9 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
     collected = collect(models, ropes, random_documents(2, 30), reading)
     sizes = [(group.train.num_features, group.train.num_targets) for group in collected.groups]
     moments, row = sum(2 * Moments.bytes_for(*size) for size in sizes), sum(Gathered.bytes_for(*size) for size in sizes)
-    geometries = [geometry_of(model.config) for model in models]
-    assert planned_bytes(*geometries, reading) == moments + most_rows(sizes) * row
-    few = planned_bytes(*geometries, reading, max_tokens=1000)
+    source, target = (geometry_of(model.config) for model in models)
+    assert planned_bytes(source, target, reading) == moments + most_rows(sizes) * row
+    few = planned_bytes(source, target, reading, max_tokens=1000)
     assert few == moments + (1000 + MAX_DOCUMENT_TOKENS) * row
 
 

@@ -61,7 +61,7 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
     for layer, (ours, theirs) in enumerate(zip(hidden.manifest.layers, ridge.manifest.layers, strict=True)):
         assert ours.keys.key_layers == ours.keys.value_layers == ours.values.key_layers and ours.keys.method == "hidden"
         for kind in ("keys", "values"):
-            if ours.keys.key_layers == theirs.of(kind).key_layers:  # type: ignore[arg-type]
+            if ours.keys.key_layers == theirs.of(kind).key_layers:
                 name, same = f"layers.{layer}.{kind}", same + 1
                 for part in ("weight", "bias"):
                     torch.testing.assert_close(

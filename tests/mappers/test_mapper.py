@@ -23,9 +23,10 @@ def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: 
     if request.param in ("twin", "sibling"):
         made: Mapper = request.getfixturevalue(f"{request.param}_mapper")
         return made
-    precision = "float16" if request.param == "float16" else "float32"
-    methods = {"lowrank": {"method": "lowrank", "rank": 5}, "ridge-head": {"method": "ridge-head"}}
-    given: dict[str, Any] = {"layers": 2, "copies": False, **methods.get(request.param, {})}
+    precision: Any = "float16" if request.param == "float16" else "float32"
+    given: dict[str, Any] = {"layers": 2, "copies": False}
+    if request.param in ("lowrank", "ridge-head"):
+        given |= {"method": request.param} | ({"rank": 5} if request.param == "lowrank" else {})
     joint = request.param in ("joint", "ridge-head")
     return fit(folders["other"], folders["large"], documents, joint=joint, precision=precision, **given)
 
@@ -190,7 +191,8 @@ def test_a_source_in_parts_is_mapped_to_the_same_bits(mapper: Mapper) -> None:
 
 
 def test_copies_are_left_to_whoever_takes_them_from_the_source(mapper: Mapper) -> None:
-    cache, seen = random_cache(mapper.manifest.source.num_layers, 12), []
+    cache = random_cache(mapper.manifest.source.num_layers, 12)
+    seen: list[int] = []
     mapped, copies = mapper.map(cache), mapper.manifest.copies
 
     def sink(first: int, states: Tensor) -> None:

@@ -28,14 +28,18 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint
     ]
 
 
-def test_the_rest_of_the_line_goes_to_the_command(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
+def test_the_rest_of_the_line_goes_to_the_command(
+    commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["greet", "--loud", "you"], commands) == 3
     assert capsys.readouterr().out == "hello --loud you\n"
     assert "kvrelay_heavy" not in sys.modules, "other commands are not even imported"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
-def test_help_lists_the_commands(argv: list[str], commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_the_commands(
+    argv: list[str], commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(argv, commands) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[3:5] == ["  greet  say hello", "  heavy"]
@@ -49,23 +53,25 @@ def test_help_says_a_line_of_each_command_and_loads_none() -> None:
     assert all(len(line) > 15 for line in lines.values())
 
 
-def test_nothing_asked_is_a_question(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
+def test_nothing_asked_is_a_question(commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([], commands) == 2
     assert "greet" in capsys.readouterr().err
 
 
-def test_an_unknown_command_names_the_known(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_command_names_the_known(commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gret"], commands) == 2
     assert "unknown command 'gret'; known: greet, heavy, slow" in capsys.readouterr().err
 
 
-def test_a_command_that_needs_an_extra_says_which(commands: list[EntryPoint], capsys: pytest.CaptureFixture) -> None:
+def test_a_command_that_needs_an_extra_says_which(
+    commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["heavy"], commands) == 1
     assert "package_that_is_not_installed is not installed; try: pip install" in capsys.readouterr().err
 
 
 def test_a_command_that_is_stopped_while_it_loads_ends_in_a_line(
-    commands: list[EntryPoint], capsys: pytest.CaptureFixture
+    commands: list[EntryPoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["slow"], commands) == 130
     assert capsys.readouterr().err == "kvrelay slow: interrupted\n"

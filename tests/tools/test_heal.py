@@ -6,6 +6,7 @@ import json
 import re
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_the_first_own_layer_keeps_the_teachers_keys_and_values(teacher: LlamaFo
     same, moved = HealRecipe(kept=(0, 1, 2, 5), adapted=(2, 5), rank=4), RECIPE
     assert (same.own, same.frozen) == ((2, 5), ("k_proj", "v_proj"))
     assert (moved.own, moved.frozen) == ((3, 5), ())
-    layer = Sibling(teacher, same).layers["2"].self_attn
+    layer: Any = Sibling(teacher, same).layers["2"].self_attn
     assert layer.k_proj is not None and not hasattr(layer.k_proj, "A") and hasattr(layer.q_proj, "A")
 
 

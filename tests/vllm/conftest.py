@@ -13,7 +13,8 @@ from tests.workers.engines import tiny
 from tests.workers.server import support as server
 
 BLOCK_TOKENS = 32
-SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 1024}  # vLLM's CPU kernels take no smaller heads
+# vLLM's CPU kernels take no smaller heads.
+SHAPE: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,8 @@ pytestmark = [
 async def on_vllm(folder: Path, **changes: Any) -> AsyncIterator[Served]:
     async with serving(folder, engine="vllm", block_tokens=BLOCK_TOKENS, pool_bytes=2**24, **changes) as served:
         yield served
-    served.worker.engine.llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the collector, which warns
+    engine: Any = served.worker.engine
+    engine.llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves it to the collector, which warns
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -131,12 +132,12 @@ async def test_a_mapped_cache_that_vllm_could_not_load_made_no_mapped_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its blocks are said to have been written since: what vLLM read instead is told, and kept, as read."""
-    cache_id, ids, place = await handed_over(small_transformers, large), large.prompt(), PooledKV.place.fget
+    cache_id, ids, place = await handed_over(small_transformers, large), large.prompt(), vars(PooledKV)["place"].fget
     assert place is not None
     native = large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
 
     def written_since(source: PooledKV) -> PoolPlace:
-        stale = place(source)
+        stale: PoolPlace = place(source)
         return replace(stale, generations=tuple(generation + 2 for generation in stale.generations))
 
     with monkeypatch.context() as planted:

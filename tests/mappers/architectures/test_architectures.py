@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mappers import KVCache, MapperError, PositionOutOfRange, Protocol, fit
+from mappers.manifest import Kind
 from mappers.model_config import context_of, geometry_of
 from mappers.models import log_probs, read, run
 from mappers.rope import Rope
@@ -36,7 +37,7 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def native(model: Any) -> Tensor:
     """The model's own log-probabilities of what follows each token behind the prefix, by one forward pass."""
-    logits = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
+    logits: Tensor = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
     return logits[0, PREFIX:].float().log_softmax(-1)
 
 
@@ -113,7 +114,7 @@ def test_a_window_hides_what_is_behind_it(name: str) -> None:
     hidden = PREFIX - WINDOW + 1  # positions that no window of a token behind the prefix reaches
     sliding = {i for i, kind in enumerate(getattr(model.config, "layer_types", None) or [""] * 3) if kind[:4] != "full"}
 
-    def blanked(kind: str) -> tuple[Tensor, ...]:
+    def blanked(kind: Kind) -> tuple[Tensor, ...]:
         states = [tensor.clone() for tensor in cache.of(kind)]
         for layer in sliding:
             states[layer][:, :hidden] = 9.0

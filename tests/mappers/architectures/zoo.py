@@ -11,7 +11,17 @@ import transformers
 from torch import Tensor
 
 from mappers.cache import KVCache, KVGeometry
-from mappers.manifest import Calibration, LayerSpec, Manifest, ModelCard, OutputSpec, probe_name, weight_name
+from mappers.manifest import (
+    KINDS,
+    Calibration,
+    Kind,
+    LayerSpec,
+    Manifest,
+    ModelCard,
+    OutputSpec,
+    probe_name,
+    weight_name,
+)
 from mappers.mapper import Mapper
 from mappers.model_config import geometry_of
 from mappers.models import config_dict
@@ -85,7 +95,7 @@ def linear_mapper(source: Any, target: Any, matrix: Callable[[str, int], Tensor]
                 values=OutputSpec(method="ridge", value_layers=(layer,)),
             )
         )
-        for kind in ("keys", "values"):
+        for kind in KINDS:
             weights[weight_name(layer, kind, "weight")] = matrix(kind, layer)
             weights[weight_name(layer, kind, "bias")] = torch.zeros(cards[1].geometry.width)
     for role, model in (("source", source), ("target", target)):
@@ -124,13 +134,13 @@ def disguise(cache: KVCache, rope: Rope, other: Rope, shape: KVGeometry, seed: i
     generator = torch.Generator().manual_seed(seed)
     mixing = {
         (kind, layer): torch.randn(cache.geometry.width, shape.width, generator=generator) / shape.width**0.5
-        for kind in ("keys", "values")
+        for kind in KINDS
         for layer in range(shape.num_layers)
     }
     plain = rope.stripped(cache)
 
-    def mixed(kind: str, layer: int) -> Tensor:
-        rows = plain.of(kind)[layer].transpose(0, 1).flatten(1) @ mixing[kind, layer]  # (T, other width)
+    def mixed(kind: Kind, layer: int) -> Tensor:
+        rows: Tensor = plain.of(kind)[layer].transpose(0, 1).flatten(1) @ mixing[kind, layer]  # (T, other width)
         return rows.view(cache.num_tokens, shape.num_kv_heads, shape.head_dim).transpose(0, 1)
 
     layers = range(shape.num_layers)

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 
@@ -117,7 +118,7 @@ async def test_nothing_of_a_finished_step_stays_referenced(compute: Compute) -> 
 
     memory = Memory()
     alive = weakref.ref(memory)
-    await compute.run(lambda memory=memory: None)
+    await compute.run(partial(id, memory))
     del memory
     gc.collect()
     await asyncio.sleep(0.05)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from mappers.models import read
 from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
 from workers.engines.admission import Claim
-from workers.engines.base import Engine, Sampling, TokenSequence
+from workers.engines.base import Engine, PoolPlace, Sampling, TokenSequence
 from workers.engines.compute import Compute
 from workers.engines.transformers.engine import CHUNK_TOKENS, TransformersEngine, TransformersSequence
 from workers.engines.transformers.memory import WorkingMemory
@@ -24,6 +26,20 @@ from workers.engines.transformers.rooms import Rooms
 
 CLAIM = Claim()
 TOLERANCE = 1e-4  # float32 sums in another order
+
+
+@dataclass(frozen=True)
+class Copied:
+    """KV that a function copies into the sequence's views."""
+
+    copy: Callable[[KVCache], None]
+
+    def __call__(self, views: KVCache, /) -> None:
+        self.copy(views)
+
+    @property
+    def place(self) -> PoolPlace:
+        raise NotImplementedError
 
 
 def difference(left: KVCache, right: KVCache) -> float:
@@ -78,12 +94,12 @@ async def test_loaded_kv_stands_for_tokens_that_were_read(engine: Engine, refere
             view.copy_(tensor)
 
     async with engine.sequence(CLAIM, 100) as sequence:
-        await sequence.load(prompt[:cut], source)
+        await sequence.load(prompt[:cut], Copied(source))
         await sequence.read(prompt[cut:])
         assert difference(sequence.kv(0, 90), read(reference, prompt)) < TOLERANCE
         assert await written(sequence, 8) == greedy(reference, prompt, 8)
         with pytest.raises(ValueError, match="must be empty"):
-            await sequence.load(prompt, source)
+            await sequence.load(prompt, Copied(source))
 
 
 async def test_what_is_loaded_is_attended_over(engine: Engine, reference: LlamaForCausalLM) -> None:
@@ -94,7 +110,7 @@ async def test_what_is_loaded_is_attended_over(engine: Engine, reference: LlamaF
             view.zero_()
 
     async with engine.sequence(CLAIM, 40) as sequence:
-        await sequence.load(prompt[:30], zeros)
+        await sequence.load(prompt[:30], Copied(zeros))
         await sequence.read(prompt[30:])
         assert difference(sequence.kv(30, 40), read(reference, prompt).slice(30, 40)) > 0.01
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.engines import tiny
 from workers.api.errors import ContextLengthExceeded, InvalidRequest
-from workers.api.schemas import Message
+from workers.api.schemas import Message, ToolCall
 from workers.engines.tokenizer import Detokenizer, Tokenizer
 
 TALK = [
@@ -86,7 +86,7 @@ def test_what_the_template_cannot_say_is_refused(
 
 
 def calling() -> list[Message]:
-    call = {"id": "c1", "function": {"name": "look_up", "arguments": '{"word": "dog"}'}}
+    call = ToolCall.model_validate({"id": "c1", "function": {"name": "look_up", "arguments": '{"word": "dog"}'}})
     return [*TALK[:2], Message(role="assistant", tool_calls=[call]), Message(role="tool", content="barks")]
 
 
@@ -103,7 +103,10 @@ def test_calls_that_the_template_would_drop_are_refused() -> None:
 
 
 def test_content_parts_and_developer_messages_read_as_text_and_system() -> None:
-    parts = [{"type": "text", "text": "A cache "}, {"type": "text", "text": "holds keys.", "cache_control": {"a": 1}}]
+    parts: list[Any] = [
+        {"type": "text", "text": "A cache "},
+        {"type": "text", "text": "holds keys.", "cache_control": {"a": 1}},
+    ]
     spoken = [Message(role="developer", content=parts), *TALK[1:]]
     assert tokenizer().encode_chat(spoken).token_ids == tokenizer().encode_chat(TALK).token_ids
 

@@ -88,7 +88,7 @@ def model_folder(
 
 
 def settings_for(folder: Path, **changes: Any) -> WorkerSettings:
-    defaults = {"id": "tiny-0", "num_threads": 1, "pool_bytes": 4 * 2**20, "upgrade_idle_s": None}
+    defaults: dict[str, Any] = {"id": "tiny-0", "num_threads": 1, "pool_bytes": 4 * 2**20, "upgrade_idle_s": None}
     return WorkerSettings(**defaults | {"model": str(folder)} | changes)
 
 
@@ -103,7 +103,8 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> l
     written = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
     )
-    return written[0, len(prompt) :].tolist()
+    tokens: list[int] = written[0, len(prompt) :].tolist()
+    return tokens
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:

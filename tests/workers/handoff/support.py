@@ -173,7 +173,7 @@ class Pair:
         self.target = replace(self.target, **changes)
         self.handoffs = Handoffs(self.target)
 
-    def before_steps(self, happen: Callable[[int], None]) -> None:
+    def before_steps(self, happen: Callable[[int], object]) -> None:
         """`happen(i)` is called before the i-th compute step of the target."""
         count = iter(range(1_000_000))
 
@@ -246,6 +246,9 @@ class ForgingPeer:
         self.num_released += 1
         await self._office.release(cache_id, lease_id, timeout_s=timeout_s)
 
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
+        await self._office.drop(cache_id, timeout_s=timeout_s)
+
 
 class RemotePeer:
     """A peer in a process of its own, asked for its tickets directly."""
@@ -257,6 +260,9 @@ class RemotePeer:
         return self._owner.ticket_for(cache_id, request.ttl_s)
 
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
+        raise WorkerUnavailable("killed")
+
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
         raise WorkerUnavailable("killed")
 
 
@@ -279,6 +285,9 @@ class FrozenPeer:
             await asyncio.Event().wait()
         finally:
             self.num_releasing -= 1
+
+    async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
+        await asyncio.Event().wait()
 
 
 async def until(true: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from workers.api.errors import (
     InvalidRequest,
     KvrelayError,
     Overloaded,
+    PoolFull,
     TransferFailed,
     WorkerUnavailable,
 )
@@ -43,7 +45,6 @@ from workers.api.schemas import LeaseRequest
 from workers.digest import token_digest
 from workers.handoff import Outcome
 from workers.pool.entries import CacheEntry, Span
-from workers.pool.pool import PoolFull
 
 
 async def refused(
@@ -235,7 +236,8 @@ async def test_a_bundle_that_is_switched_off_meanwhile_is_used_no_more(pair: Pai
 
 async def test_a_bundle_for_another_pool(pair: Pair) -> None:
     other = make_pool(SOURCE_LAYOUT)
-    pool, _ = pair.target.pool, pair.adjust(pool=other)
+    pool = pair.target.pool
+    pair.adjust(pool=other)
     await refused(pair, CacheMismatch, "the pool of this worker has .*num_layers=3", entry=pair.source_cache(20))
     pair.adjust(pool=pool)
     other.close()
@@ -262,10 +264,15 @@ async def test_the_lease_expires_and_the_cache_goes(step: int) -> None:
     pair.close()
 
 
+def close_source_at(pair: Pair, step: int, i: int) -> None:
+    if i == step:
+        pair.source.close()
+
+
 async def test_the_source_closes_its_pool() -> None:
     for kind in ("inproc", "shm"):
         pair = make_pair(kind)
-        pair.before_steps(lambda i, pair=pair: pair.source.close() if i == 5 else None)
+        pair.before_steps(partial(close_source_at, pair, 5))
         entry = pair.source_cache(200)
         with pytest.raises(CacheStale):
             await pair.handoffs.transfer(request(entry), peer=pair.office)

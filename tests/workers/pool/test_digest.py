@@ -89,7 +89,7 @@ def identity_of(**changes: Any) -> KVIdentity:
 
 def test_a_cache_key_changes_with_each_part_of_its_identity() -> None:
     """Equal tokens; a key in common would let one cache stand for another that it may not stand for."""
-    layouts = [{"num_layers": 16}, {"num_kv_heads": 16}, {"head_dim": 16}, {"dtype": "float16"}]
+    layouts: list[dict[str, Any]] = [{"num_layers": 16}, {"num_kv_heads": 16}, {"head_dim": 16}, {"dtype": "float16"}]
     identities = [
         identity_of(),
         identity_of(salt=OTHER_SALT),

@@ -17,11 +17,12 @@ from workers.api.errors import (
     InvalidRequest,
     KvrelayError,
     Overloaded,
+    PoolFull,
     WorkerUnavailable,
 )
 from workers.digest import token_digest
 from workers.pool.entries import CacheEntry, Span
-from workers.pool.pool import Pool, PoolFull
+from workers.pool.pool import Pool
 
 SIZE = LAYOUT.block_tokens
 BUNDLE = "mapped:0123456789abcdef"

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mappers.cache import KVCache
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, ManualClock, assert_same, random_kv
-from workers.api.errors import CacheNotFound
+from workers.api.errors import CacheNotFound, PoolFull
 from workers.pool.arena import Arena, HeapArena, new_epoch
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry, Hold, Lease, Span
-from workers.pool.pool import Pool, PoolFull
+from workers.pool.pool import Pool
 
 NUM_BLOCKS = 10
 SIZE = LAYOUT.block_tokens

@@ -274,6 +274,7 @@ class TieredModel(PoolModel):
         self.expire()
         cache_id = self.pick(data, self.away)
         old, pattern = self.away.pop(cache_id)
+        assert isinstance(self.pool, TieredPool)
         is_back = recalled(self.pool, old)
         self.forget_evicted()
         if not is_back:

@@ -108,14 +108,14 @@ def connected(app: ASGIApp, url: str = "http://worker.test") -> WorkerClient:
 def chat_request(messages: Sequence[Message] = TALK, **changes: Any) -> ChatRequest:
     """A greedy request of the default tenant; keywords of `KVTransferParams` go there."""
     params = {name: changes.pop(name) for name in list(changes) if name in KVTransferParams.model_fields}
-    fields = {"temperature": 0, "max_tokens": 8, "tenant_salt": SALT} | changes
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "tenant_salt": SALT} | changes
     if params:
         fields["kv_transfer_params"] = KVTransferParams(**params)
     return ChatRequest(messages=list(messages), **fields)
 
 
 def transfer_request(cache_id: str, **changes: Any) -> TransferRequest:
-    fields = {"source_worker": "small", "tenant_salt": SALT, "deadline_ms": 30_000} | changes
+    fields: dict[str, Any] = {"source_worker": "small", "tenant_salt": SALT, "deadline_ms": 30_000} | changes
     return TransferRequest(cache_id=cache_id, **fields)
 
 

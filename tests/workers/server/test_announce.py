@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.types import ASGIApp
@@ -55,7 +56,7 @@ async def test_workers_find_each_other(
     path.chmod(0o600)
     with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
         discovery = {"url": redis.url, "password_file": path, "beat_s": 0.05, "lost_after_s": 60.0}
-        both = {"discovery": discovery, "strangers": apps}
+        both: dict[str, Any] = {"discovery": discovery, "strangers": apps}
         async with (
             serving(small_folder, id="small", **both) as small,
             serving(folder, id="large", tier="large", bundles=[bundle], **both) as large,

@@ -86,7 +86,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
 async def test_bad_requests(
     served: Served, path: str, body: dict[str, Any], status: int, code: str, param: str | None, says: str
 ) -> None:
-    base = {"chat/completions": CHAT, "completions": {"tenant_salt": SALT}, "tokenize": {}}
+    base: dict[str, dict[str, Any]] = {"chat/completions": CHAT, "completions": {"tenant_salt": SALT}, "tokenize": {}}
     reply = await served.http.post(f"/v1/{path}", json=base.get(path, {"tenant_salt": SALT}) | body)
     error = error_of(reply)
     assert (reply.status_code, error["code"], error["param"]) == (status, code, param)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ BLOCK_BYTES = 2 * 2 * 32 * 2 * 12 * 4  # of the small model
 @pytest.fixture
 async def small(small_folder: Path) -> AsyncIterator[Served]:
     """It lends over TCP, has room for one prompt of 3 blocks, and a second tier."""
-    sizes = {"pool_bytes": 4 * BLOCK_BYTES, "host_tier_bytes": 64 * BLOCK_BYTES}
+    sizes: dict[str, Any] = {"pool_bytes": 4 * BLOCK_BYTES, "host_tier_bytes": 64 * BLOCK_BYTES}
     async with serving(small_folder, id="small", tcp=TcpSettings(), **sizes) as served:
         yield served
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -32,8 +33,8 @@ UNKNOWN = "kvc-" + "0" * 32
 BLOCK = 32
 
 
-async def prefilled(served: Served, **changes: object) -> PrefillReply:
-    fields = {"messages": TALK, "stable_messages": 1, "tenant_salt": SALT} | changes
+async def prefilled(served: Served, **changes: Any) -> PrefillReply:
+    fields: dict[str, Any] = {"messages": TALK, "stable_messages": 1, "tenant_salt": SALT} | changes
     return await served.client.prefill(PrefillRequest(**fields), timeout_s=60)
 
 

@@ -63,7 +63,8 @@ async def handed_over(pair: Pair, messages: Sequence[Message] = TALK, *, whole: 
 
 async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
     moved = await handed_over(pair)
-    return await pair[1].chat(**{"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes)
+    fields: dict[str, Any] = {"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes
+    return await pair[1].chat(**fields)
 
 
 def shadow_of(large: Served) -> Shadow:

@@ -21,7 +21,8 @@ from workers.api.errors import CacheNotFound, Overloaded, PoolFull
 from workers.api.schemas import Message, PrefillRequest
 from workers.engines.compute import BACKGROUND, Compute
 from workers.pool.entries import CacheEntry, Span
-from workers.serving.upgrade import MIN_LIFE_S, STEP_TOKENS, Upgrader, Uses, choose_hot
+from workers.serving.idle import STEP_TOKENS
+from workers.serving.upgrade import MIN_LIFE_S, Upgrader, Uses, choose_hot
 
 IDLE_S = 0.05
 NUM = 12
@@ -61,11 +62,15 @@ def test_a_cache_on_top_inherits_the_uses_of_those_below() -> None:
     assert uses.counts == {"a": 1, "b": 2, "c": 2}
 
 
+def disable_grad() -> None:
+    torch.set_grad_enabled(False)
+
+
 class Watched(Compute):
     """Tells of each step of background work before it is queued."""
 
     def __init__(self, on_background: Callable[[int], None]):
-        super().__init__(on_start=lambda: torch.set_grad_enabled(False))
+        super().__init__(on_start=disable_grad)
         self.num_background = 0
         self._on_background = on_background
 

@@ -23,12 +23,18 @@ from workers.transports.readers import Readers
 torch.set_num_threads(1)
 
 # Where the owner is: memory of this process, or that of another one.
-OWNERS = {"inproc": LocalOwner, "shm": LocalOwner, "cuda_ipc": RemoteOwner, "tcp": LocalOwner}
+Owner = LocalOwner | RemoteOwner
+OWNERS: dict[str, type[LocalOwner] | type[RemoteOwner]] = {
+    "inproc": LocalOwner,
+    "shm": LocalOwner,
+    "cuda_ipc": RemoteOwner,
+    "tcp": LocalOwner,
+}
 NAMES = [pytest.param(name, marks=pytest.mark.gpu) if "cuda" in name else name for name in TRANSPORTS]
 
 
 @pytest.fixture(params=NAMES)
-def owner(request: pytest.FixtureRequest) -> Iterator[LocalOwner | RemoteOwner]:
+def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
     owner = OWNERS[request.param](request.param)
     yield owner
     owner.close()
@@ -47,14 +53,14 @@ def opened(readers: Readers, ticket: Ticket) -> Reader:
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 14), (0, 8), (4, 8), (3, 13), (13, 14), (5, 6)])
 def test_a_read_gives_what_was_stored(
-    owner: LocalOwner | RemoteOwner, readers: Readers, begin: int, end: int
+    owner: Owner, readers: Readers, begin: int, end: int
 ) -> None:
     ticket = owner.ticket(14, seed=7)
     chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
     assert_same(chunk, random_kv(0, 14, seed=7).slice(begin, end))
 
 
-def test_a_chunk_is_a_copy(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_chunk_is_a_copy(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8, seed=1)
     chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, 0, 8)
     owner.free(ticket)
@@ -63,7 +69,7 @@ def test_a_chunk_is_a_copy(owner: LocalOwner | RemoteOwner, readers: Readers) ->
 
 
 def test_a_threads_next_read_reuses_its_room_and_another_threads_does_not(
-    owner: LocalOwner | RemoteOwner, readers: Readers
+    owner: Owner, readers: Readers
 ) -> None:
     ticket = owner.ticket(16, seed=1)
     reader, chunks = opened(readers, ticket), []
@@ -102,7 +108,7 @@ def test_a_pool_is_not_taken_for_another_of_the_same_peer_that_was_opened_meanwh
     after.close()
 
 
-def test_a_freed_cache_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_freed_cache_is_stale(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     owner.free(ticket)
@@ -110,7 +116,7 @@ def test_a_freed_cache_is_stale(owner: LocalOwner | RemoteOwner, readers: Reader
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_a_block_that_has_another_content_by_now_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_block_that_has_another_content_by_now_is_stale(owner: Owner, readers: Readers) -> None:
     old = owner.ticket(64, seed=1)
     reader = opened(readers, old)
     owner.free(old)
@@ -121,7 +127,7 @@ def test_a_block_that_has_another_content_by_now_is_stale(owner: LocalOwner | Re
     assert_same(reader.read(new.blocks, new.generations, 0, 8), random_kv(0, 64, seed=2).slice(0, 8))
 
 
-def test_a_block_that_is_being_written_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_block_that_is_being_written_is_stale(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(16)
     reader = opened(readers, ticket)
     owner.mark_writing(ticket.blocks[2])
@@ -133,7 +139,7 @@ def test_a_block_that_is_being_written_is_stale(owner: LocalOwner | RemoteOwner,
 
 
 def test_what_changes_while_it_is_read_in_place_is_stale_and_a_copy_stands(
-    owner: LocalOwner | RemoteOwner, readers: Readers
+    owner: Owner, readers: Readers
 ) -> None:
     ticket = owner.ticket(16, seed=1)
     reader, taken = opened(readers, ticket), empty_cache(LAYOUT, 3, 13)
@@ -147,7 +153,7 @@ def test_what_changes_while_it_is_read_in_place_is_stale_and_a_copy_stands(
         assert_same(taken, random_kv(0, 16, seed=1).slice(3, 13))
 
 
-def test_what_is_read_in_place_is_what_was_stored(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_what_is_read_in_place_is_what_was_stored(owner: Owner, readers: Readers) -> None:
     ticket, taken = owner.ticket(16, seed=1), empty_cache(LAYOUT, 3, 13)
     with opened(readers, ticket).reading(ticket.blocks, ticket.generations, 3, 13) as span:
         span.copy_out(taken)
@@ -157,7 +163,7 @@ def test_what_is_read_in_place_is_what_was_stored(owner: LocalOwner | RemoteOwne
 
 @pytest.mark.parametrize("block", [16, -1, 10**12])
 def test_a_block_that_does_not_exist_is_refused(
-    owner: LocalOwner | RemoteOwner, readers: Readers, block: int
+    owner: Owner, readers: Readers, block: int
 ) -> None:
     ticket = owner.ticket(8)
     with pytest.raises(TransferFailed, match=f"block {block} does not exist; this pool has blocks 0..15"):
@@ -166,7 +172,7 @@ def test_a_block_that_does_not_exist_is_refused(
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 9), (-1, 4), (6, 5)])
 def test_tokens_outside_the_cache_are_refused(
-    owner: LocalOwner | RemoteOwner, readers: Readers, begin: int, end: int
+    owner: Owner, readers: Readers, begin: int, end: int
 ) -> None:
     ticket = owner.ticket(8)
     with pytest.raises(KvrelayError, match=rf"tokens \[{begin}, {end}\) do not lie in 2 blocks"):
@@ -185,7 +191,7 @@ def test_tokens_outside_the_cache_are_refused(
     ids=str,
 )
 def test_a_pool_of_another_shape_is_not_opened(
-    owner: LocalOwner | RemoteOwner, readers: Readers, wrong: dict[str, object]
+    owner: Owner, readers: Readers, wrong: dict[str, object]
 ) -> None:
     if wrong.get("layout") is not None and OWNERS[owner.ticket(1).pool.kind] is RemoteOwner:
         return  # the blocks' extent stands in no file there; the handoff checks the layout against its mapper
@@ -196,13 +202,13 @@ def test_a_pool_of_another_shape_is_not_opened(
     assert readers.at_hand("peer", export, ticket.layout) is None
 
 
-def test_a_pool_of_another_epoch_is_stale(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_pool_of_another_epoch_is_stale(owner: Owner, readers: Readers) -> None:
     export = owner.ticket(8).pool.model_copy(update={"epoch": "0" * 32})
     with pytest.raises(CacheStale, match="epoch"):
         readers.get("peer", export, LAYOUT)
 
 
-def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     assert reader.alive()
@@ -214,7 +220,7 @@ def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: LocalOwner | Remote
         load_transport(ticket.pool.kind, SECRET).open(ticket.pool, ticket.layout)
 
 
-def test_a_closed_reader_reads_no_more(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_closed_reader_reads_no_more(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     reader.close()
@@ -223,12 +229,12 @@ def test_a_closed_reader_reads_no_more(owner: LocalOwner | RemoteOwner, readers:
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_a_pool_is_opened_once(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_a_pool_is_opened_once(owner: Owner, readers: Readers) -> None:
     first, second = owner.ticket(8), owner.ticket(12)
     assert opened(readers, first) is opened(readers, second)
 
 
-def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_after_a_restart_the_old_mapping_is_closed(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8, seed=1)
     old = opened(readers, ticket)
     owner.close()
@@ -242,7 +248,7 @@ def test_after_a_restart_the_old_mapping_is_closed(owner: LocalOwner | RemoteOwn
     restarted.close()
 
 
-def test_sweeping_closes_what_belongs_to_the_dead(owner: LocalOwner | RemoteOwner, readers: Readers) -> None:
+def test_sweeping_closes_what_belongs_to_the_dead(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     readers.sweep()
@@ -253,7 +259,7 @@ def test_sweeping_closes_what_belongs_to_the_dead(owner: LocalOwner | RemoteOwne
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_the_export_survives_the_wire(owner: LocalOwner | RemoteOwner) -> None:
+def test_the_export_survives_the_wire(owner: Owner) -> None:
     ticket = owner.ticket(8)
     assert PoolExport.model_validate_json(ticket.pool.model_dump_json()) == ticket.pool
     assert Ticket.model_validate_json(ticket.model_dump_json()) == ticket

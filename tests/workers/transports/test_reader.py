@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_other_blocks_may_be_written_meanwhile(arena: Arena) -> None:
 
 
 HERE = Site(transports=["inproc", "cuda_ipc", "shm", "tcp"], host="boot/21", process="p", gpus=["0000:01:00.0"])
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "inproc": {"process": "p"},
     "cuda_ipc": {"host": "boot/21", "gpu": "0000:01:00.0"},
     "shm": {"host": "boot/21", "name": "n"},

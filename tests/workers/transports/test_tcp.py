@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from mappers.cache import KVCache
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from tests.workers.transports.owner import SECRET, LocalOwner
 from tests.workers.transports.tap import Tap, Way
@@ -42,7 +44,7 @@ def lend() -> Iterator[Callable[..., Lender]]:
     """Lenders over plain memory, with other bounds."""
     lenders: list[Lender] = []
 
-    def begin(num_blocks: int = 4, kind: type[Lender] = Lender, **bounds: float) -> Lender:
+    def begin(num_blocks: int = 4, kind: type[Lender] = Lender, **bounds: Any) -> Lender:
         lenders.append(kind(HeapArena(BIG, num_blocks, new_epoch()), SECRET, **bounds))
         lenders[-1].start()
         return lenders[-1]
@@ -68,7 +70,7 @@ def opened() -> Iterator[Opened]:
         reader.close()
 
 
-def read(reader: Reader, ticket: Ticket, *, deadline_s: float = 20.0) -> object:
+def read(reader: Reader, ticket: Ticket, *, deadline_s: float = 20.0) -> KVCache:
     return reader.read(ticket.blocks, ticket.generations, 0, 14, deadline=time.monotonic() + deadline_s)
 
 
