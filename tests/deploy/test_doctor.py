@@ -17,8 +17,7 @@ from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import fakes
 from tests.serving import free_socket, serving, url_of
 from tools.commands import doctor
-from tools.fake_worker import FAKE_SECRET
-from tools.fake_worker.worker import fingerprint
+from tools.fake_worker import FAKE_SECRET, fingerprint
 from tools.stack import free_ports
 from workers.api.schemas import BundleInfo, WorkerInfo
 from workers.settings import WorkerSettings

@@ -47,11 +47,11 @@ async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
     ("makes_of_it", "path"),
     [(None, "mapped"), (300, "hybrid"), (PrefillCheaper("read them"), "prefill")],
 )
-@pytest.mark.parametrize("tells_early", [True, False])
+@pytest.mark.parametrize("reports_early", [True, False])
 async def test_the_target_decides_by_cost_what_becomes_of_a_handoff(
-    stack: Stack, makes_of_it: int | KvrelayError | None, path: str, tells_early: bool
+    stack: Stack, makes_of_it: int | KvrelayError | None, path: str, reports_early: bool
 ) -> None:
-    stack.small.logprob, stack.large.by_cost, stack.large.tells_early = -2.0, makes_of_it, tells_early
+    stack.small.logprob, stack.large.by_cost, stack.large.reports_early = -2.0, makes_of_it, reports_early
     reply = await stack.chat()
     assert (told(reply)["tier"], told(reply)["path"], told(reply)["forced"]) == ("large", path, False)
     assert text(reply) == right_answer(stack.large, MESSAGES)

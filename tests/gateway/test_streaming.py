@@ -170,17 +170,17 @@ async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) 
     assert chunks(frames)[-1]["kvrelay"]["path"] == "fallback:transfer_failed"
 
 
-@pytest.mark.parametrize("tells_early", [True, False])
-async def test_header_and_body_of_a_stream_tell_one_path(stack: Stack, tells_early: bool) -> None:
+@pytest.mark.parametrize("reports_early", [True, False])
+async def test_header_and_body_of_a_stream_tell_one_path(stack: Stack, reports_early: bool) -> None:
     """Of a prefix that the worker finds by itself the gateway hears with the first chunk, or too late for a header."""
-    stack.large.tells_early = tells_early
+    stack.large.reports_early = reports_early
     await stack.chat(model="large")
     asked = [MESSAGES[0], {"role": "user", "content": "And before word41?"}]
     stack.app.state.gateway.parts.fleet.tiers["large"].workers["large-0"].epoch = "unknown"  # so no cache id is sent
     reply, frames = await streamed(stack, messages=asked, model="large")
     kvrelay = chunks(frames)[-1]["kvrelay"]
     assert kvrelay["cached_tokens"] > 600
-    assert reply.headers["x-kvrelay-path"] == kvrelay["path"] == ("exact" if tells_early else "prefill")
+    assert reply.headers["x-kvrelay-path"] == kvrelay["path"] == ("exact" if reports_early else "prefill")
 
 
 async def test_a_quiet_stream_is_kept_alive() -> None:

@@ -1,22 +1,18 @@
-"""`FakeWorker`: speaks the worker's contract without a model, and does what a test tells it to.
+"""`FakeWorker`: implements the worker contract without a model, and fails as a test orders.
 
     small = FakeWorker("small-0", "fake-small")
     large = FakeWorker("large-0", "fake-large", peers={"small-0": small})
     large.fail("transfer", TransferFailed("the source is gone"))
 
-It is an ASGI application: serve it with uvicorn, or call it in process. Tokens are words, a cache is a list of them,
-and every rule of the contract about caches holds: salts, epochs, expiry, exact and mapped, the longest common prefix.
-An answer names the model and a checksum of its prompt, so that an answer to another prompt is told from the right one.
+It is an ASGI application: serve it with uvicorn, or call it in process. Tokens are words, a cache is a list of words.
+Every cache rule of the contract holds: salts, epochs, expiry, exact and mapped, longest common prefix. An answer names
+the model and a checksum of its prompt, which identifies an answer to another prompt.
 
-    faults.py   what a test told it to do wrong, and the calls it got
-    caches.py   tokens, and the caches of them
-    answers.py  an answer as a stream of frames
-    wire.py     bodies in, replies out
-    worker.py   the calls of the contract
+    worker.py   the calls of the contract, and faults
+    model.py    tokens, caches, and an answer as a stream of frames
 """
 
-from tools.fake_worker.caches import Cache, common, render
-from tools.fake_worker.faults import Call, Fault
-from tools.fake_worker.worker import FAKE_SECRET, FakeWorker
+from tools.fake_worker.model import render
+from tools.fake_worker.worker import FAKE_SECRET, FakeWorker, fingerprint
 
-__all__ = ["FAKE_SECRET", "Cache", "Call", "FakeWorker", "Fault", "common", "render"]
+__all__ = ["FAKE_SECRET", "FakeWorker", "fingerprint", "render"]

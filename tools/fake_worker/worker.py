@@ -1,4 +1,4 @@
-"""`FakeWorker`: the calls of the contract, over words."""
+"""`FakeWorker`: the calls of the worker contract, and the faults that a test orders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tools.fake_worker.answers import Answer, TextAnswer
-from tools.fake_worker.caches import Cache, Caches, common, render, tokens_of
-from tools.fake_worker.faults import Body, Call, Faulty
-from tools.fake_worker.wire import json_reply, parse, until_disconnected
+from tools.fake_worker.model import ChatAnswer, FakeCache, FakePool, TextAnswer, common_length, render, tokenize
 from workers.api.errors import (
     BundleUnusable,
     CacheMismatch,
@@ -54,11 +52,13 @@ from workers.api.schemas import (
 from workers.api.tasks import cancel_and_wait
 
 T = TypeVar("T")
-Work = Callable[[Body], Awaitable[Body | Response]]
+M = TypeVar("M", bound=BaseModel)
+Body = dict[str, Any]
+Handler = Callable[[Body], Awaitable[Body | Response]]
 
 FAKE_SECRET = "fake-cluster-secret-0123456789abcdef"
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
-MS_PER_TOKEN = 1.0  # what it claims to take for reading
+MS_PER_TOKEN = 1.0  # reported prefill time
 BYTES_PER_TOKEN = LAYOUT.num_layers * 2 * LAYOUT.num_kv_heads * LAYOUT.head_dim * 4
 
 
@@ -66,85 +66,203 @@ def fingerprint(model: str) -> str:
     return hashlib.sha256(model.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call that arrived: its name and body."""
+
+    name: str
+    body: Body
+
+
 @dataclass
-class FakeWorker(Faulty):
-    """Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `resume_bundle`, `chat` (without a cache),
-    `cached_chat`; `complete` and `cached_complete` are their likes for texts."""
+class CallFault:
+    """What goes wrong with the next `times` calls of one kind (None: with all)."""
+
+    error: KvrelayError | None = None
+    delay_s: float = 0.0
+    garbage: bool = False
+    times: int | None = None
+
+
+@dataclass
+class FakeWorker:
+    """A worker without a model.
+
+    Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `resume_bundle`, `chat` (without a cache) and
+    `cached_chat`; for text completions `complete` and `cached_complete`.
+    """
 
     name: str
     model: str
     peers: Mapping[str, FakeWorker] = field(default_factory=dict)
     secret: str = FAKE_SECRET
     rates: Rates = field(default_factory=Rates)
+
+    # What it answers
     logprob: float = -0.125
-    first_logprobs: Sequence[float] = ()  # of its first words, in place of that
-    answer: str | None = None  # in place of what it says by itself
-    answers_to: Mapping[str, str] = field(default_factory=dict)  # the text of the last message
+    first_logprobs: Sequence[float] = ()  # of the first words, instead of `logprob`
+    answer: str | None = None  # replaces the generated answer
+    answers_to: Mapping[str, str] = field(default_factory=dict)  # by the text of the last message
     tool_call: dict[str, Any] | None = None
-    token_s: float = 0.0
-    max_model_len: int = 100_000
-    cut_after: int | None = None  # words, after which a stream ends without [DONE]
-    break_after: int | None = None  # words, after which a stream ends with an error frame
-    by_cost: int | KvrelayError | None = None  # of a handoff by cost it maps so many tokens at most, or declines
-    bundle_off: str | None = None  # why its bundle is not used
-    bundle_on_trial: bool = False
-    reused_tokens: int = 0  # of what it maps, so many stood mapped here already
     response_formats: Sequence[str] = ("text",)
-    tells_early: bool = True  # what it reused stands in the first chunk too
+    max_model_len: int = 100_000
+    reports_early: bool = True  # the first chunk also reports what was reused
+
+    # How it streams
+    token_s: float = 0.0
+    cut_after: int | None = None  # `cut` for every kind of answer
+    break_after: int | None = None  # `break_off` for every kind of answer
+
+    # How it maps
+    by_cost: int | KvrelayError | None = None  # in a handoff by cost: max mapped tokens, or the refusal
+    reused_tokens: int = 0  # of a transfer, how many were mapped here before
+    bundle_off: str | None = None  # why its bundle is switched off
+    bundle_on_trial: bool = False
+
+    # What it has seen
+    calls: list[RecordedCall] = field(default_factory=list)
+    num_hang_ups: int = 0
+
+    # Faults
+    is_frozen: bool = False
+    stalls: dict[str, int] = field(default_factory=dict)
+    breaks: dict[str, int] = field(default_factory=dict)
+    cuts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__init__()
-        self.stored = Caches()
-        self.num_hang_ups = 0
-        self._app = Starlette(routes=self._routes())
+        self.stored = FakePool()
+        self._faults: dict[str, CallFault] = {}
+        self._app = Starlette(
+            routes=[
+                self._route("GET", "/livez", "livez", self._ok),
+                self._route("GET", "/readyz", "readyz", self._ok),
+                self._route("GET", "/v1/info", "info", self._info),
+                self._route("POST", "/v1/prefix/prefill", "prefill", self._prefill),
+                self._route("POST", "/v1/cache/transfer", "transfer", self._transfer),
+                self._route("POST", "/v1/tokenize", "tokenize", self._tokenize),
+                self._route("POST", "/v1/bundles/fake-bundle/resume", "resume_bundle", self._resume_bundle),
+                Route("/v1/cache/{cache_id}", self._drop, methods=["DELETE"]),
+                self._route("POST", "/v1/chat/completions", "chat", self._chat),
+                self._route("POST", "/v1/completions", "complete", self._complete),
+            ]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
     @property
-    def caches(self) -> dict[str, Cache]:
+    def caches(self) -> dict[str, FakeCache]:
         return self.stored.by_id
 
     def restart(self) -> None:
-        """As a process that was started anew on the same port: another epoch, no caches."""
+        """Act like a process restarted on the same port: a new epoch, no caches."""
         self.stored.restart()
 
     def says(self, messages: Sequence[Message]) -> str:
-        """What it answers to these messages."""
+        """Return the answer to these messages."""
         answer = self.answers_to.get(messages[-1].text, self.answer)
         if answer is not None:
             return answer
         return f"{self.model} answers {zlib.crc32(' '.join(render(messages)).encode()):08x} and that is all"
 
-    # The contract
+    def made(self, name: str) -> list[Body]:
+        """Return the bodies of the calls of one kind."""
+        return [call.body for call in self.calls if call.name == name]
 
-    def _routes(self) -> list[Route]:
-        works: dict[str, tuple[str, Work]] = {
-            "/livez": ("livez", self._nothing),
-            "/readyz": ("readyz", self._nothing),
-            "/v1/info": ("info", self._info),
-        }
-        posts: dict[str, tuple[str, Work]] = {
-            "/v1/prefix/prefill": ("prefill", self._read),
-            "/v1/cache/transfer": ("transfer", self._map),
-            "/v1/tokenize": ("tokenize", self._count),
-            "/v1/bundles/fake-bundle/resume": ("resume_bundle", self._resume),
-        }
-        return [
-            *(Route(path, self._call(*work)) for path, work in works.items()),
-            *(Route(path, self._call(*work), methods=["POST"]) for path, work in posts.items()),
-            Route("/v1/cache/{cache_id}", self._drop, methods=["DELETE"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-        ]
+    # Faults
 
-    def _call(self, name: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
-        async def called(request: Request) -> Response:
-            return await self._reply(request, name, work)
+    def fail(self, call: str, error: KvrelayError, *, times: int | None = None) -> None:
+        """Answer with the error."""
+        self._faults[call] = CallFault(error=error, times=times)
 
-        return called
+    def delay(self, call: str, seconds: float, *, times: int | None = None) -> None:
+        """Answer after the delay."""
+        self._faults[call] = CallFault(delay_s=seconds, times=times)
 
-    async def _nothing(self, body: Body) -> Body:
+    def garble(self, call: str, *, times: int | None = None) -> None:
+        """Answer 200 with a body that is not a reply of the contract."""
+        self._faults[call] = CallFault(garbage=True, times=times)
+
+    def stall(self, call: str, *, after: int) -> None:
+        """Stop answers of this kind (`chat`, `cached_chat`) after this many words; they stay open until `heal`."""
+        self.stalls[call] = after
+
+    def break_off(self, call: str, *, after: int) -> None:
+        """End answers of this kind with an error frame after this many words."""
+        self.breaks[call] = after
+
+    def cut(self, call: str, *, after: int) -> None:
+        """End answers of this kind without `[DONE]` after this many words."""
+        self.cuts[call] = after
+
+    def heal(self) -> None:
+        for faults in (self._faults, self.stalls, self.breaks, self.cuts):
+            faults.clear()
+
+    async def thawed(self) -> None:
+        """Wait while frozen."""
+        # The flag is set from the test's own thread, where an asyncio.Event cannot be set.
+        while self.is_frozen:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def _with_faults(self, name: str, handler: Handler, body: Body) -> Body | Response:
+        await self.thawed()
+        fault = self._faults.get(name, CallFault())
+        if fault.times is not None:
+            fault.times -= 1
+            if fault.times < 0:
+                fault = CallFault()
+        await asyncio.sleep(fault.delay_s)
+        if fault.error is not None:
+            raise fault.error
+        return {"nonsense": True} if fault.garbage else await handler(body)
+
+    # HTTP
+
+    def _route(self, method: str, path: str, name: str, handler: Handler) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await self._reply(request, name, handler)
+
+        return Route(path, endpoint, methods=[method])
+
+    async def _reply(self, request: Request, name: str, handler: Handler) -> Response:
+        raw = await request.body()
+        body: Body = orjson.loads(raw) if raw else {}
+        if name == "livez":
+            return _json({})
+        if name in ("chat", "complete") and (body.get("kv_transfer_params") or {}).get("cache_id"):
+            name = f"cached_{name}"
+        self.calls.append(RecordedCall(name, body))
+        try:
+            if name != "readyz" and request.headers.get(SECRET_HEADER) != self.secret:
+                raise Unauthorized("the cluster secret is missing or wrong")
+            reply = await self._or_hang_up(request, self._with_faults(name, handler, body))
+        except KvrelayError as error:
+            retry = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
+            return _json(error.body(), error.status, retry)
+        return reply if isinstance(reply, Response) else _json(reply)
+
+    async def _or_hang_up(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of the work. If the caller hangs up first, cancel it and count the hang-up."""
+
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.num_hang_ups += 1
+                raise KvrelayError("the caller hung up")
+            return task.result()
+        finally:
+            for one in (task, gone):
+                await cancel_and_wait(one)
+
+    # The contract: information
+
+    async def _ok(self, body: Body) -> Body:
         return {}
 
     async def _info(self, body: Body) -> Body:
@@ -179,33 +297,39 @@ class FakeWorker(Faulty):
             reason=self.bundle_off,
         )
 
-    async def _resume(self, body: Body) -> Body:
+    async def _resume_bundle(self, body: Body) -> Body:
         self.bundle_off = None
         return self._bundle(next(iter(self.peers.values())).model).model_dump()
 
-    async def _count(self, body: Body) -> Body:
-        tokens = tokens_of(parse(Prompt, body))
+    async def _tokenize(self, body: Body) -> Body:
+        tokens = tokenize(_parse(Prompt, body))
         return TokenizeReply(token_ids=list(range(len(tokens))), num_tokens=len(tokens)).model_dump()
 
-    async def _read(self, body: Body) -> Body:
-        asked = parse(PrefillRequest, body)
-        tokens = tokens_of(asked)
-        self._check_length(tokens)
-        known = self.stored.longest_exact(tokens, asked.tenant_salt)
-        cache = self.stored.store(tokens, asked.tenant_salt, "exact", 0, asked.ttl_s)
-        took_ms = (len(tokens) - known) * MS_PER_TOKEN
-        return PrefillReply(cached_tokens=known, prefill_ms=took_ms, **self.stored.told(cache)).model_dump()
+    # The contract: caches
 
-    async def _map(self, body: Body) -> Body:
-        asked = parse(TransferRequest, body)
+    async def _prefill(self, body: Body) -> Body:
+        request = _parse(PrefillRequest, body)
+        tokens = tokenize(request)
+        self._check_length(tokens)
+        cached = self.stored.longest_exact(tokens, request.tenant_salt)
+        cache = self.stored.store(tokens, request.tenant_salt, "exact", 0, request.ttl_s)
+        prefill_ms = (len(tokens) - cached) * MS_PER_TOKEN
+        return PrefillReply(cached_tokens=cached, prefill_ms=prefill_ms, **self.stored.describe(cache)).model_dump()
+
+    async def _transfer(self, body: Body) -> Body:
+        request = _parse(TransferRequest, body)
         if self.bundle_off is not None:
             raise BundleUnusable(self.bundle_off)
-        source = await self._lease(asked)
-        most = min(asked.num_tokens or len(source.tokens), len(source.tokens))
-        num_tokens = self._decided(most) if asked.by_cost else most
-        mapped, is_hybrid = num_tokens - asked.native_head, num_tokens < most
+        source = await self._lease(request)
+        available = min(request.num_tokens or len(source.tokens), len(source.tokens))
+        num_tokens = available
+        if request.by_cost and self.by_cost is not None:
+            if isinstance(self.by_cost, KvrelayError):
+                raise self.by_cost
+            num_tokens = min(self.by_cost, available)
+        mapped, is_hybrid = num_tokens - request.native_head, num_tokens < available
         tokens = source.tokens[:num_tokens]
-        cache = self.stored.store(tokens, asked.tenant_salt, "mapped:fake-bundle", mapped, asked.ttl_s, is_hybrid)
+        cache = self.stored.store(tokens, request.tenant_salt, "mapped:fake-bundle", mapped, request.ttl_s, is_hybrid)
         reply = TransferReply(
             mapper="fake-bundle",
             map_ms=2.0,
@@ -214,84 +338,73 @@ class FakeWorker(Faulty):
             bytes=mapped * BYTES_PER_TOKEN,
             decision="hybrid" if is_hybrid else "map",
             reused_tokens=min(self.reused_tokens, num_tokens),
-            **self.stored.told(cache),
+            **self.stored.describe(cache),
         )
         return reply.model_dump()
 
-    def _decided(self, most: int) -> int:
-        if isinstance(self.by_cost, KvrelayError):
-            raise self.by_cost
-        return most if self.by_cost is None else min(self.by_cost, most)
-
-    async def _lease(self, asked: TransferRequest) -> Cache:
-        peer = self.peers.get(asked.source_worker)
+    async def _lease(self, request: TransferRequest) -> FakeCache:
+        """Find the source cache at a peer, within the deadline."""
+        peer = self.peers.get(request.source_worker)
         if peer is None:
-            raise TransferFailed(f"unknown worker {asked.source_worker!r}; known: {', '.join(self.peers) or 'none'}")
-        until = time.monotonic() + asked.deadline_ms / 1000
+            raise TransferFailed(f"unknown worker {request.source_worker!r}; known: {', '.join(self.peers) or 'none'}")
+        deadline = time.monotonic() + request.deadline_ms / 1000
         while peer.is_frozen:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{peer.name} did not answer in time")
             await asyncio.sleep(0.01)
-        source = peer.stored.find(asked.cache_id, asked.tenant_salt)
+        source = peer.stored.find(request.cache_id, request.tenant_salt)
         if source.provenance != "exact":
             raise CacheMismatch(f"{source.cache_id} is {source.provenance}; a source must be exact")
         return source
 
     async def _drop(self, request: Request) -> Response:
-        async def dropped(body: Body) -> Body:
-            if self.caches.pop(request.path_params["cache_id"], None) is None:
-                raise CacheNotFound(f"{request.path_params['cache_id']} is not known here")
+        cache_id = request.path_params["cache_id"]
+
+        async def drop(body: Body) -> Body:
+            if self.caches.pop(cache_id, None) is None:
+                raise CacheNotFound(f"{cache_id} is not known here")
             return {}
 
-        return await self._reply(request, "drop", dropped)
+        return await self._reply(request, "drop", drop)
 
-    async def _chat(self, request: Request) -> Response:
-        body = await request.body()
-        cached = (orjson.loads(body).get("kv_transfer_params") or {}).get("cache_id")
-        return await self._reply(request, "cached_chat" if cached else "chat", self._begin_answer)
+    # The contract: answers
 
-    async def _begin_answer(self, body: Body) -> Response:
-        asked = parse(ChatRequest, body)
-        if asked.top_logprobs and not asked.logprobs:
+    async def _chat(self, body: Body) -> Response:
+        request = _parse(ChatRequest, body)
+        if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        if asked.response_format is not None and asked.response_format.type not in self.response_formats:
-            raise InvalidRequest(f"{self.model} has no {asked.response_format.type}", param="response_format.type")
-        tokens = render(asked.messages)
+        if request.response_format is not None and request.response_format.type not in self.response_formats:
+            kind = request.response_format.type
+            raise InvalidRequest(f"{self.model} does not support {kind}", param="response_format.type")
+        tokens = render(request.messages)
         self._check_length(tokens)
-        answer = Answer(self, asked, tokens, self._look_up(asked, tokens))
+        answer = ChatAnswer(self, request, tokens, self._usage(request, tokens))
         return StreamingResponse(answer.frames(), media_type="text/event-stream")
 
-    async def _complete(self, request: Request) -> Response:
-        body = await request.body()
-        cached = (orjson.loads(body).get("kv_transfer_params") or {}).get("cache_id")
-        return await self._reply(request, "cached_complete" if cached else "complete", self._begin_text)
-
-    async def _begin_text(self, body: Body) -> Response:
-        asked = parse(CompletionRequest, body)
-        tokens = str(asked.prompt).split()
+    async def _complete(self, body: Body) -> Response:
+        request = _parse(CompletionRequest, body)
+        tokens = str(request.prompt).split()
         self._check_length(tokens)
-        answer = TextAnswer(self, asked, tokens, self._look_up(asked, tokens))
+        answer = TextAnswer(self, request, tokens, self._usage(request, tokens))
         return StreamingResponse(answer.frames(), media_type="text/event-stream")
 
-    def _look_up(self, asked: ChatRequest | CompletionRequest, tokens: list[str]) -> KVUsage:
-        """What of the prompt stands in a cache."""
-        params = asked.kv_transfer_params or KVTransferParams()
-        if params.cache_id is not None:
-            return self._over(self.stored.find(params.cache_id, asked.tenant_salt), params, tokens)
-        known = self.stored.longest_exact(tokens, asked.tenant_salt) if params.reuse else 0
-        return KVUsage(
-            epoch=self.stored.epoch,
-            path="exact" if known else "prefill",
-            cached_tokens=known,
-            prefill_ms=(len(tokens) - known) * MS_PER_TOKEN,
-        )
-
-    def _over(self, cache: Cache, params: KVTransferParams, tokens: list[str]) -> KVUsage:
-        shared = common(cache.tokens, tokens)
+    def _usage(self, request: ChatRequest | CompletionRequest, tokens: list[str]) -> KVUsage:
+        """Return how much of the prompt a cache holds. Raises `CacheNotFound`, `CacheMismatch`."""
+        params = request.kv_transfer_params or KVTransferParams()
+        if params.cache_id is None:
+            cached = self.stored.longest_exact(tokens, request.tenant_salt) if params.reuse else 0
+            return KVUsage(
+                epoch=self.stored.epoch,
+                path="exact" if cached else "prefill",
+                cached_tokens=cached,
+                prefill_ms=(len(tokens) - cached) * MS_PER_TOKEN,
+            )
+        cache = self.stored.find(params.cache_id, request.tenant_salt)
+        shared = common_length(cache.tokens, tokens)
         if params.require_exact and cache.provenance != "exact":
             raise CacheMismatch(f"{cache.cache_id} is {cache.provenance}; an exact one is required")
         if shared == 0:
-            raise CacheMismatch(f"{cache.cache_id} holds other tokens than this prompt begins with")
+            raise CacheMismatch(f"{cache.cache_id} holds other tokens than the beginning of this prompt")
         mapped = min(cache.num_mapped, shared)
         return KVUsage(
             epoch=self.stored.epoch,
@@ -310,33 +423,14 @@ class FakeWorker(Faulty):
                 f"the prompt has {len(tokens)} tokens; {self.model} takes {self.max_model_len}", param="messages"
             )
 
-    # Calls
 
-    async def _reply(self, request: Request, name: str, work: Work) -> Response:
-        raw = await request.body()
-        body: Body = orjson.loads(raw) if raw else {}
-        if name == "livez":
-            return json_reply({})
-        self.calls.append(Call(name, body))
-        try:
-            if name != "readyz" and request.headers.get(SECRET_HEADER) != self.secret:
-                raise Unauthorized("the cluster secret is missing or wrong")
-            reply = await self._until_gone(request, self.with_faults(name, work, body))
-        except KvrelayError as error:
-            retry = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
-            return json_reply(error.body(), error.status, retry)
-        return reply if isinstance(reply, Response) else json_reply(reply)
+def _parse(kind: type[M], body: Body) -> M:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
-    async def _until_gone(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """The result of the work; when the caller hangs up first, the work is cancelled and the hang-up counted."""
-        task = asyncio.create_task(work)
-        gone = asyncio.create_task(until_disconnected(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self.num_hang_ups += 1
-                raise KvrelayError("the caller is gone")
-            return task.result()
-        finally:
-            for one in (task, gone):
-                await cancel_and_wait(one)
+
+def _json(body: Body, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
