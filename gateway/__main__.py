@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from gateway import server
 from gateway.app import create_app
 from gateway.errors import SettingsError
-from gateway.log_lines import log_to
 from gateway.settings import ServerSettings, Settings, load, read_secret
 from gateway.state.reload import Source
 from workers.api import tracing
+from workers.api.logs import configure_logs
 from workers.api.process import ParentWatchError, add_parent_option, die_with_parent
 
 
@@ -46,7 +46,8 @@ def _run(asked: argparse.Namespace, source: Source) -> int:
     except (SettingsError, ParentWatchError, tracing.CannotTrace) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
-    with listener, log_to(sys.stderr.buffer):
+    configure_logs(sys.stderr.buffer)
+    with listener:
         server.Server(app, asked.ready_file).run(sockets=[listener])
     return 0
 

@@ -1,7 +1,8 @@
-"""A client of a running gateway for commands that measure, and documents of a given length to send."""
+"""Clients of a running gateway and its workers, and documents of a given length to send."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ from typing import Any
 import httpx
 import orjson
 
-from workers.api.schemas import SECRET_HEADER
+from gateway.settings import Settings
+from workers.api.client import WorkerClient
+from workers.api.errors import KvrelayError
+from workers.api.schemas import SECRET_HEADER, WorkerInfo
 
 SUBJECTS = "harbour ledger bridge orchard lantern chapel granary ferry quarry archive stable tower cellar mill".split()
 VERBS = "was repaired,was sold,was painted,was counted,was closed,was opened,was moved,was measured".split(",")
@@ -71,6 +75,20 @@ def chat(
             kvrelay = chunk.get("kvrelay") or kvrelay
             usage = chunk.get("usage") or usage
     return TimedAnswer(text, 1000 * ((first or time.perf_counter()) - started), kvrelay, usage)
+
+
+async def worker_infos(settings: Settings, secret: str) -> dict[str, WorkerInfo | KvrelayError]:
+    """Return each worker's info, or the error of the call."""
+
+    async def info(url: str) -> WorkerInfo | KvrelayError:
+        async with WorkerClient(url, secret) as client:
+            try:
+                return await client.info()
+            except KvrelayError as error:
+                return error
+
+    answers = await asyncio.gather(*(info(worker.url) for worker in settings.workers.values()))
+    return dict(zip(settings.workers, answers, strict=True))
 
 
 class Documents:

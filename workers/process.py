@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 import sys
@@ -16,13 +15,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import structlog
 import uvicorn
 
 from workers.api import tracing
 from workers.api.addresses import ANY_HOST, http_url, listen
 from workers.api.errors import KvrelayError
-from workers.api.logs import LibraryLogHandler, add_request_id, describe_exception
+from workers.api.logs import configure_logs
 from workers.api.process import write_ready_file
 from workers.app import create_app
 from workers.serving.announce import announced
@@ -35,7 +33,7 @@ KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls t
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
     _check_can_be_found(settings)
-    configure_logging()
+    configure_logs(sys.stderr.buffer)
     try:
         tracing.start(settings.tracing, f"kvrelay-worker-{settings.id}")
     except tracing.CannotTrace as error:
@@ -61,21 +59,6 @@ def _check_can_be_found(settings: WorkerSettings) -> None:
             f"worker {settings.id!r} listens on {settings.host}, every address of this machine; with discovery, url "
             "must say which one others use"
         )
-
-
-def configure_logging() -> None:
-    """One JSON object a line, to stderr. What is logged names ids, counts and times, never a prompt's text."""
-    structlog.configure(
-        processors=[
-            add_request_id,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            describe_exception,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.basicConfig(handlers=[LibraryLogHandler()], level=logging.WARNING)
 
 
 class _Server(uvicorn.Server):

@@ -129,7 +129,7 @@ async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0
         told = [json.loads(line) for line in process.communicate()[1].splitlines()]
-        assert "Invalid HTTP request received." in [line.get("said") for line in told]
+        assert "Invalid HTTP request received." in [line.get("message") for line in told]
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:

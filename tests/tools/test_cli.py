@@ -42,7 +42,7 @@ def test_help_lists_the_commands(
 ) -> None:
     assert run(argv, commands) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[3:5] == ["  greet  say hello", "  heavy"]
+    assert out.splitlines()[4:6] == ["  greet  say hello", "  heavy"]
 
 
 def test_help_says_a_line_of_each_command_and_loads_none() -> None:

@@ -118,8 +118,8 @@ def test_a_home_that_cannot_be_is_told_before_models_are_made(
     ("arguments", "says"),
     [
         (["--engine", "lvvm"], "invalid choice: 'lvvm' (choose from 'transformers', 'vllm')"),
-        (["--config", "kvrelay.yaml", "--port", "9000"], "--family and --port go with the embedded family"),
-        (["--config", "kvrelay.yaml", "--family", "tiny"], "--family and --port go with the embedded family"),
+        (["--config", "kvrelay.yaml", "--port", "9000"], "--family and --port cannot be combined with --config"),
+        (["--config", "kvrelay.yaml", "--family", "tiny"], "--family and --port cannot be combined with --config"),
     ],
 )
 def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys:
 @pytest.mark.parametrize("port", [-1, 0, 65_536])
 def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert up.main(["--port", str(port)]) == 1
-    assert f"--port {port}: a port is a number from 1 to 65535" in capsys.readouterr().err
+    assert f"--port {port}: must be from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("signal_handlers")

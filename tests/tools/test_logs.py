@@ -18,17 +18,17 @@ import yaml
 from gateway.policies import build
 from tests.gateway.test_process import configured, workers
 from tools.commands import calibrate, prefixes
+from tools.logs import LogUnusable
 from tools.logs.calibration import (
+    Evaluation,
     Isotonic,
-    Judged,
-    Outcome,
+    LabelledAnswer,
     halves,
     read_answers,
     threshold_for_agreement,
     threshold_for_escalations,
 )
-from tools.logs.lines import LogUnusable
-from tools.logs.traffic import masked
+from tools.logs.traffic import mask
 from workers.api.schemas import Rates
 
 COMMANDS = {"calibrate": calibrate.main, "prefixes": prefixes.main}
@@ -113,7 +113,7 @@ async def test_rates_come_from_the_workers_that_have_measured_them(
         small.rates = Rates()
         nothing = await asyncio.to_thread(prefixes.main, [str(tmp_path / "log.jsonl"), "--config", config])
         assert nothing == 2
-    assert "tier 'small' tells how fast it reads (small-0: has read nothing yet)" in capsys.readouterr().err
+    assert "tier 'small' has measured its prefill rate (small-0: no prefill yet)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--prefill-rate", "--chars-per-token"])
@@ -121,7 +121,7 @@ async def test_rates_come_from_the_workers_that_have_measured_them(
 def test_a_rate_that_is_none(tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         prefixes.main([str(tmp_path / "log"), option, value])
-    assert f"argument {option}: {value!r} is no number from 0.001 to 1e9" in capsys.readouterr().err
+    assert f"argument {option}: {value!r}: must be a number from 0.001 to 1e9" in capsys.readouterr().err
 
 
 def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,9 +146,9 @@ def test_prefixes_that_begin_alike_and_are_used_as_often_are_each_told(tmp_path:
 
 
 def test_a_text_that_many_prompts_have_is_looked_through_once(tmp_path: Path) -> None:
-    before = masked.cache_info().misses
+    before = mask.cache_info().misses
     reported(tmp_path, [chat(f"On 2026-11-{n % 2 + 10}. {RULES}", f"{n}?") for n in range(200)])
-    assert masked.cache_info().misses - before < 10
+    assert mask.cache_info().misses - before < 10
 
 
 @pytest.mark.parametrize("key", ["request", "body"])
@@ -171,16 +171,16 @@ def test_a_request_may_stand_in_an_object_of_a_gateways_or_a_batch(tmp_path: Pat
     ],
 )
 def test_volatile_spans(text: str, kind: str) -> None:
-    assert masked(f"a {text} b") == f"a <{kind}> b"
-    assert masked("Chapter 12 has 340 pages, facade and decade") == "Chapter 12 has 340 pages, facade and decade"
+    assert mask(f"a {text} b") == f"a <{kind}> b"
+    assert mask("Chapter 12 has 340 pages, facade and decade") == "Chapter 12 has 340 pages, facade and decade"
 
 
 def test_isotonic_regression_never_falls_and_keeps_the_mean() -> None:
-    answers = [Judged(float(place), agrees) for place, agrees in enumerate([False, True, False, True, True])]
+    answers = [LabelledAnswer(float(place), agrees) for place, agrees in enumerate([False, True, False, True, True])]
     fitted = Isotonic.fit(answers)
     assert (fitted.starts, fitted.values) == ((0.0, 1.0, 3.0), (0.0, 0.5, 1.0))
     assert [fitted(place) for place in (-9.0, 0.5, 1.0, 2.9, 3.0, 9.0)] == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
-    assert Isotonic.fit([Judged(0.0, True), Judged(1.0, False)]).values == (0.5,)
+    assert Isotonic.fit([LabelledAnswer(0.0, True), LabelledAnswer(1.0, False)]).values == (0.5,)
 
 
 def planted(count: int = 400) -> list[dict[str, Any]]:
@@ -261,8 +261,8 @@ def test_a_goal_that_no_threshold_reaches(tmp_path: Path, capsys: pytest.Capture
 def test_a_goal_that_is_missed_on_what_was_held_out_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit, _ = halves([Judged(-place, True) for place in range(100)])
-    lines = [{"confidence": -place, "agrees": Judged(-place, True) in fit} for place in range(100)]
+    fit, _ = halves([LabelledAnswer(-place, True) for place in range(100)])
+    lines = [{"confidence": -place, "agrees": LabelledAnswer(-place, True) in fit} for place in range(100)]
     files = ["--json", str(tmp_path / "out.json")]
     assert calibrate.main([str(written(tmp_path, lines)), "--min-agreement", "0.9", *files]) == 0
     goal = json.loads((tmp_path / "out.json").read_text())["goal"]
@@ -331,30 +331,30 @@ class Compared(float):
     ("find", "share", "threshold"), [(threshold_for_escalations, 0.25, 512.0), (threshold_for_agreement, 0.75, 1024.0)]
 )
 def test_a_long_log_is_not_looked_at_once_for_each_threshold(
-    find: Callable[[list[Judged], float], float], share: float, threshold: float
+    find: Callable[[list[LabelledAnswer], float], float], share: float, threshold: float
 ) -> None:
     """Of these answers those from 1024 on agree, every other one."""
-    answers = [Judged(Compared(place), place >= 1024 and place % 2 == 1) for place in range(2048)]
+    answers = [LabelledAnswer(Compared(place), place >= 1024 and place % 2 == 1) for place in range(2048)]
     Compared.num = 0
     assert find(answers, share) == threshold
     assert 0 < Compared.num <= 12 * len(answers)
 
 
 def test_the_bounds_of_both_goals() -> None:
-    answers = [Judged(-0.5, True), Judged(-1.0, False), Judged(-2.0, False)]
+    answers = [LabelledAnswer(-0.5, True), LabelledAnswer(-1.0, False), LabelledAnswer(-2.0, False)]
     assert threshold_for_escalations(answers, 0.0) == -2.0
     assert threshold_for_escalations(answers, 1.0) == -0.5
     assert threshold_for_agreement(answers, 0.0) == -2.0
-    everything = threshold_for_agreement([Judged(-0.5, False)], 1.0)
+    everything = threshold_for_agreement([LabelledAnswer(-0.5, False)], 1.0)
     assert everything > -0.5
-    assert Outcome.of([Judged(-0.5, False)], everything) == Outcome(1.0, 1.0, None)
+    assert Evaluation.of([LabelledAnswer(-0.5, False)], everything) == Evaluation(1.0, 1.0, None)
 
 
 @pytest.mark.parametrize(
     ("command", "lines", "message"),
     [
         ("prefixes", ["{broken"], "log.jsonl:1 is not JSON"),
-        ("prefixes", ["[1]"], "log.jsonl:1 is a JSON list; an object is needed"),
+        ("prefixes", ["[1]"], "log.jsonl:1 is a JSON list; expected an object"),
         ("prefixes", [], "holds no request"),
         ("prefixes", [chat("a", "b"), {"prompt": "x"}], 'log.jsonl:2 needs "messages"'),
         ("prefixes", [{"messages": [{"role": "robot", "content": "x"}]}], "log.jsonl:1: messages.0.role: "),
@@ -379,4 +379,4 @@ def test_a_missing_log_and_a_goal_that_is_none(tmp_path: Path, capsys: pytest.Ca
     assert "cannot read" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         calibrate.main([str(tmp_path / "log"), "--min-agreement", "95"])
-    assert "'95' is no share; needed is a number from 0 to 1" in capsys.readouterr().err
+    assert "'95': must be a number from 0 to 1" in capsys.readouterr().err

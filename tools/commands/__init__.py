@@ -1,1 +1,1 @@
-"""Commands of the gateway, one module each: `main(argv) -> exit status`. They reach workers over HTTP only."""
+"""The commands, one module each: `main(argv) -> exit status`. They call workers over HTTP only."""

@@ -1,4 +1,4 @@
-"""`kvrelay up`: start a small worker, a large worker and the gateway, and keep them until Ctrl-C."""
+"""`kvrelay up`: start a small worker, a large worker and the gateway, and keep them running until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pathlib import Path
 
 from gateway.errors import SettingsError
 from tools import family
-from tools.family import load_usable
 from tools.stack import Stack, StackError, port_is_free, stop_on_signals
 
 DEFAULT_PORT = 8000
-MAX_ENDS, WITHIN_S = 5, 600.0  # of workers; more often, something is wrong with them
+MAX_EXITS, EXIT_WINDOW_S = 5, 600.0  # more worker exits than that are not restarted
 EXAMPLE = (
     '{"model": "auto", "max_tokens": 40, "temperature": 0, '
     '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
@@ -26,16 +25,16 @@ EXAMPLE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvrelay up", description=__doc__)
-    parser.add_argument("--config", type=Path, help="a kvrelay.yaml; without one, the embedded family is served")
+    parser.add_argument("--config", type=Path, help="a kvrelay.yaml; by default an embedded family is served")
     parser.add_argument("--family", help=f"embedded family (default {family.DEFAULT_FAMILY})")
     family.add_engine_option(parser)
     parser.add_argument("--port", type=int, help=f"the gateway's port (default {DEFAULT_PORT})")
     options = parser.parse_args(argv)
     if options.config and (options.family, options.port) != (None, None):
-        parser.error("--family and --port go with the embedded family; --config names a file that says both itself")
+        parser.error("--family and --port cannot be combined with --config, whose file sets both")
     stop_on_signals()
     try:
-        return _configured(options.config) if options.config else _embedded(options)
+        return _serve_config(options.config) if options.config else _serve_family(options)
     except (StackError, SettingsError, OSError) as error:
         print(f"kvrelay up: {error}", file=sys.stderr)
         return 1
@@ -44,18 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _configured(config: Path) -> int:
+def _serve_config(config: Path) -> int:
     stack = _stack(config, family.home() / "run")
-    # What the gateway would only tell once its workers have been started is told first.
-    with _alone(load_usable(config).server.port) as stack.folder:
+    # Check the file now: the gateway would report its errors only after its workers have started.
+    with _run_folder(family.load_usable(config).server.port) as stack.folder:
         return _serve(stack)
 
 
-def _embedded(options: argparse.Namespace) -> int:
-    """Raises `OSError` where nothing can be kept, before the models are made."""
+def _serve_family(options: argparse.Namespace) -> int:
+    """Raises `OSError` if the home folder is not writable, before the models are made."""
     name, port = options.family or family.DEFAULT_FAMILY, DEFAULT_PORT if options.port is None else options.port
-    _check_port(port)
-    with _alone(port) as folder:
+    if not 0 < port < 65_536:
+        raise StackError(f"--port {port}: must be from 1 to 65535")
+    if not port_is_free(port):
+        raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
+    with _run_folder(port) as folder:
         configuration = family.configuration(name, family.prepare(name), port=port, engine=options.engine)
         return _serve(_stack(family.write(configuration, folder / "kvrelay.yaml"), folder))
 
@@ -65,9 +67,9 @@ def _stack(config: Path, folder: Path) -> Stack:
 
 
 @contextmanager
-def _alone(port: int) -> Iterator[Path]:
-    """The folder of the stack with its gateway on this port: of one at a time, as a second one would write over the
-    first one's configuration and logs. Raises `StackError` where there is one, though it may not listen yet."""
+def _run_folder(port: int) -> Iterator[Path]:
+    """Lock the folder of the stack on this gateway port: a second stack would overwrite its configuration and logs.
+    Raises `StackError` if another stack holds it, even one that does not listen yet."""
     folder = family.home() / "run" / str(port)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -76,13 +78,6 @@ def _alone(port: int) -> Iterator[Path]:
         except BlockingIOError:
             raise StackError(f"another kvrelay up has port {port}; stop it, or choose another with --port") from None
         yield folder
-
-
-def _check_port(port: int) -> None:
-    if not 0 < port < 65_536:
-        raise StackError(f"--port {port}: a port is a number from 1 to 65535")
-    if not port_is_free(port):
-        raise StackError(f"port {port} of 127.0.0.1 is taken; stop what listens there, or choose another with --port")
 
 
 def _serve(stack: Stack) -> int:
@@ -98,19 +93,20 @@ def _serve(stack: Stack) -> int:
 
 
 def supervise(stack: Stack, now: Callable[[], float] = time.monotonic) -> int:
-    """Start a worker again when it ends by itself; give up when the gateway does, or when it happens too often."""
-    ends: deque[float] = deque(maxlen=MAX_ENDS)
+    """Restart each worker that exits. Return 1 when the gateway exits, or workers exit too often."""
+    exits: deque[float] = deque(maxlen=MAX_EXITS)
     while True:
-        ended = stack.wait_for_exit()
-        ends.append(now())
-        print(f"{ended.name} ended with status {ended.process.returncode}; its log is {ended.log}", file=sys.stderr)
-        if ended is stack.gateway:
+        child = stack.wait_for_exit()
+        exits.append(now())
+        print(f"{child.name} ended with status {child.process.returncode}; its log is {child.log}", file=sys.stderr)
+        if child is stack.gateway:
             return 1
-        if len(ends) == MAX_ENDS and ends[-1] - ends[0] < WITHIN_S:
-            print(f"kvrelay up: workers ended {MAX_ENDS} times within {WITHIN_S:.0f} s; giving up", file=sys.stderr)
+        if len(exits) == MAX_EXITS and exits[-1] - exits[0] < EXIT_WINDOW_S:
+            within = f"{MAX_EXITS} times within {EXIT_WINDOW_S:.0f} s"
+            print(f"kvrelay up: workers ended {within}; giving up", file=sys.stderr)
             return 1
-        print(f"{ended.name} is started again", file=sys.stderr)
-        stack.start_worker(ended.name)
+        print(f"restarting {child.name}", file=sys.stderr)
+        stack.start_worker(child.name)
 
 
 def _welcome(url: str, config: Path) -> str:
@@ -119,4 +115,4 @@ kvrelay answers at {url}/v1 (metrics: {url}/metrics). Try:
 
   curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{EXAMPLE}'
 
-The gateway follows {config} as you edit it. Ctrl-C stops everything."""
+The gateway follows changes of {config}. Ctrl-C stops everything."""

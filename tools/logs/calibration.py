@@ -1,7 +1,7 @@
-"""From answers whose confidence and worth are known to the threshold of a policy.
+"""Find a policy's threshold from answers with known confidence and quality.
 
-    agreement with the large model, as a function of confidence: isotonic regression (pool adjacent violators),
-    since a surer answer is never taken for a worse one; on half of the log. The other half says what it is worth.
+Agreement with the large model is fitted as a function of confidence by isotonic regression (pool adjacent violators):
+more confidence never predicts less agreement. One half of the log is used for the fit, the other to evaluate it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from tools.logs.lines import LogUnusable, objects
+from tools.logs import LogUnusable, read_objects
 
 MIN_ANSWERS = 20
 
 
 @dataclass(frozen=True)
-class Judged:
-    """An answer of the small model: how sure it was, and whether it was as good as the large one's."""
+class LabelledAnswer:
+    """An answer of the small model: its confidence, and whether it was as good as the large model's."""
 
     confidence: float
     agrees: bool
@@ -29,17 +29,21 @@ class Judged:
 
 @dataclass(frozen=True)
 class Isotonic:
-    """A step function that never falls: `values[i]` from `starts[i]` on; below the first start, the first value."""
+    """A non-decreasing step function: `values[i]` from `starts[i]` on; below the first start, the first value."""
 
     starts: tuple[float, ...]
     values: tuple[float, ...]
 
     @classmethod
-    def fit(cls, answers: Sequence[Judged]) -> Isotonic:
-        """Least squares among all functions that never fall."""
+    def fit(cls, answers: Sequence[LabelledAnswer]) -> Isotonic:
+        """Return the least squares fit among all non-decreasing functions."""
+        by_confidence: dict[float, list[bool]] = {}
+        for answer in answers:
+            by_confidence.setdefault(answer.confidence, []).append(answer.agrees)
         pools: list[list[float]] = []  # [start, sum, count]
-        for confidence, agreed, count in _by_confidence(answers):
-            pools.append([confidence, agreed, count])
+        for confidence in sorted(by_confidence):
+            agreements = by_confidence[confidence]
+            pools.append([confidence, float(sum(agreements)), float(len(agreements))])
             while len(pools) > 1 and pools[-2][1] / pools[-2][2] >= pools[-1][1] / pools[-1][2]:
                 _, total, num = pools.pop()
                 pools[-1][1] += total
@@ -51,15 +55,15 @@ class Isotonic:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a threshold does to a set of answers. An escalated one agrees with the large model by definition."""
+class Evaluation:
+    """The effect of a threshold on a set of answers. An escalated answer agrees with the large model by definition."""
 
     escalations: float
     agreement: float
     agreement_of_accepted: float | None
 
     @classmethod
-    def of(cls, answers: Sequence[Judged], threshold: float) -> Outcome:
+    def of(cls, answers: Sequence[LabelledAnswer], threshold: float) -> Evaluation:
         accepted = [answer.agrees for answer in answers if answer.confidence >= threshold]
         escalated = len(answers) - len(accepted)
         return cls(
@@ -69,85 +73,99 @@ class Outcome:
         )
 
     def relative_cost(self, small_cost: float) -> float:
-        """Of a request, where the large model alone costs 1 and the small one `small_cost`."""
+        """Return the cost per request, where the large model alone costs 1 and the small one `small_cost`."""
         return small_cost + self.escalations
 
 
 @dataclass(frozen=True)
 class Goal:
-    """At most such a `share` of escalations, or at least such a share of agreement."""
+    """A maximum `share` of escalations, or a minimum share of agreement."""
 
     of: Literal["escalations", "agreement"]
     share: float
 
-    def threshold(self, answers: Sequence[Judged]) -> float:
+    def threshold(self, answers: Sequence[LabelledAnswer]) -> float:
         find = threshold_for_escalations if self.of == "escalations" else threshold_for_agreement
         return find(answers, self.share)
 
-    def reached(self, outcome: Outcome) -> float:
-        return outcome.escalations if self.of == "escalations" else outcome.agreement
-
-    def is_met(self, outcome: Outcome) -> bool:
-        reached = self.reached(outcome)
-        return reached <= self.share if self.of == "escalations" else reached >= self.share
+    def is_met(self, evaluation: Evaluation) -> bool:
+        if self.of == "escalations":
+            return evaluation.escalations <= self.share
+        return evaluation.agreement >= self.share
 
 
-def read_answers(path: Path) -> list[Judged]:
-    """Lines `{"confidence": number, "agrees": true | false}`; a reply's `kvrelay.confidence` will do. Raises
+def read_answers(path: Path) -> list[LabelledAnswer]:
+    """Read lines `{"confidence": number, "agrees": true | false}`; a reply's `kvrelay.confidence` also counts. Raises
     `LogUnusable`."""
-    answers = [_judged(place, line) for place, line in objects(path)]
+    answers = []
+    for place, line in read_objects(path):
+        kvrelay = line.get("kvrelay")
+        confidence = line.get("confidence", kvrelay.get("confidence") if isinstance(kvrelay, dict) else None)
+        agrees = line.get("agrees")
+        if not isinstance(confidence, (int, float)) or isinstance(confidence, bool) or not isinstance(agrees, bool):
+            raise LogUnusable(f'{place} needs "confidence": a number and "agrees": true or false')
+        answers.append(LabelledAnswer(float(confidence), agrees))
     if len(answers) < MIN_ANSWERS:
         raise LogUnusable(f"{path} holds {len(answers)} answers; at least {MIN_ANSWERS} are needed")
     return answers
 
 
-def halves(answers: Sequence[Judged]) -> tuple[list[Judged], list[Judged]]:
-    """One to fit, one held out: by a hash of the answer's place, so that a log is always split alike."""
+def halves(answers: Sequence[LabelledAnswer]) -> tuple[list[LabelledAnswer], list[LabelledAnswer]]:
+    """Split the answers into one half to fit and one held out, by a hash of their place: always the same split."""
     is_fit = [hashlib.sha256(str(place).encode()).digest()[0] % 2 == 0 for place in range(len(answers))]
     fit = [answer for answer, here in zip(answers, is_fit, strict=True) if here]
     return fit, [answer for answer, here in zip(answers, is_fit, strict=True) if not here]
 
 
-def threshold_for_escalations(answers: Sequence[Judged], at_most: float) -> float:
-    """The highest threshold that escalates no larger a share of these answers."""
-    seen = _seen(answers)
-    first_that_escalates_more = bisect_left(
-        seen, True, key=lambda threshold: Outcome.of(answers, threshold).escalations > at_most
+def threshold_for_escalations(answers: Sequence[LabelledAnswer], maximum: float) -> float:
+    """Return the highest threshold that escalates at most this share of the answers."""
+    thresholds = _thresholds(answers)
+    first_over_maximum = bisect_left(
+        thresholds, True, key=lambda threshold: Evaluation.of(answers, threshold).escalations > maximum
     )
-    return seen[first_that_escalates_more - 1]
+    return thresholds[first_over_maximum - 1]
 
 
-def threshold_for_agreement(answers: Sequence[Judged], at_least: float) -> float:
-    """The lowest threshold at which these answers are expected to agree with the large model so often. Where none of
-    their confidences is one, infinity: escalating all always does."""
+def threshold_for_agreement(answers: Sequence[LabelledAnswer], minimum: float) -> float:
+    """Return the lowest threshold with at least this expected agreement; infinity if no confidence in the log gives
+    it, since escalating everything always does."""
     expected = Isotonic.fit(answers)
 
     def is_enough(threshold: float) -> bool:
         agreeing = (expected(one.confidence) if one.confidence >= threshold else 1.0 for one in answers)
-        return math.fsum(agreeing) / len(answers) >= at_least
+        return math.fsum(agreeing) / len(answers) >= minimum
 
-    seen = _seen(answers)
-    found = bisect_left(seen, True, key=is_enough)
-    return seen[found] if found < len(seen) else math.inf
+    thresholds = _thresholds(answers)
+    found = bisect_left(thresholds, True, key=is_enough)
+    return thresholds[found] if found < len(thresholds) else math.inf
 
 
-def _seen(answers: Sequence[Judged]) -> list[float]:
-    """The confidences, each once, the lowest first: with the threshold, escalations and agreement never fall."""
+def _thresholds(answers: Sequence[LabelledAnswer]) -> list[float]:
+    """Return the distinct confidences, lowest first. Escalations and agreement never fall as the threshold rises."""
     return sorted({answer.confidence for answer in answers})
 
 
-def _by_confidence(answers: Sequence[Judged]) -> list[tuple[float, float, float]]:
-    """`(confidence, how many agree, how many)`, in order."""
-    found: dict[float, list[bool]] = {}
-    for answer in answers:
-        found.setdefault(answer.confidence, []).append(answer.agrees)
-    return [(confidence, float(sum(found[confidence])), float(len(found[confidence]))) for confidence in sorted(found)]
+def plot(function: Isotonic, threshold: float) -> str:
+    """Draw agreement (0 to 1) over confidence as SVG, with a dashed line at a finite threshold."""
+    marks = [threshold] if math.isfinite(threshold) else []
+    left, right = min([function.starts[0], *marks]), max(0.0, function.starts[-1], *marks)
+    span = (right - left) or 1.0
 
+    def line(style: str, *points: tuple[float, float]) -> str:
+        drawn = " ".join(f"{600 * (x - left) / span:.1f},{300 - 300 * y:.1f}" for x, y in points)
+        return f'<polyline points="{drawn}" fill="none" {style}/>'
 
-def _judged(place: str, line: dict[str, Any]) -> Judged:
-    told = line.get("kvrelay")
-    confidence = line.get("confidence", told.get("confidence") if isinstance(told, dict) else None)
-    agrees = line.get("agrees")
-    if not isinstance(confidence, (int, float)) or isinstance(confidence, bool) or not isinstance(agrees, bool):
-        raise LogUnusable(f'{place} needs "confidence": a number and "agrees": true or false')
-    return Judged(float(confidence), agrees)
+    ends = zip(function.starts, [*function.starts[1:], right], function.values, strict=True)
+    steps = [(x, value) for start, end, value in ends for x in (start, end)]
+    marked = "".join(f"; threshold {mark:.3f}" for mark in marks)
+    return "\n".join(
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-20 -40 640 380" font-family="sans-serif">',
+            line('stroke="black"', (left, 1), (left, 0), (right, 0)),
+            line('stroke="steelblue" stroke-width="2"', *steps),
+            *(line('stroke="firebrick" stroke-dasharray="4"', (mark, 0), (mark, 1)) for mark in marks),
+            '<text y="-16">agreement with the large model, 0 to 1</text>',
+            f'<text y="324">confidence, {left:.2f} to {right:.2f}{marked}</text>',
+            "</svg>\n",
+        )
+    )

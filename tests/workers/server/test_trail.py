@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -21,8 +22,7 @@ from gateway import settings
 from gateway.app import create_app
 from tests.workers.server.support import SECRET, TALK, Served, chat_request
 from workers.api import tracing
-from workers.api.logs import add_request_id
-from workers.process import configure_logging
+from workers.api.logs import LibraryLogHandler, add_request_id, configure_logs
 
 CANARY = "".join(("can", "ary"))  # a log of the place holds the line that raised it
 UNTRACED = """
@@ -133,11 +133,14 @@ def test_without_a_collector_nothing_is_traced_and_nothing_imported() -> None:
 
 @contextmanager
 def logging_as_a_worker() -> Iterator[None]:
-    configure_logging()
+    configure_logs(sys.stderr.buffer)
+    structlog.configure(cache_logger_on_first_use=False)  # else the loggers of the tests to come keep this file
+    (handler,) = [one for one in logging.root.handlers if isinstance(one, LibraryLogHandler)]
     try:
         yield
     finally:
         structlog.reset_defaults()
+        logging.root.removeHandler(handler)
 
 
 def failing(*args: object) -> None:
@@ -159,7 +162,7 @@ async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(
     told = capsys.readouterr().err
     (bug,) = [line for line in of_worker(told) if line["event"] == "internal_error"]
     assert (bug["error"], bug["request_id"]) == ("ValueError", "mine-2")
-    assert "in failing" in bug["where"][-1]
+    assert "in failing" in bug["traceback"][-1]
     assert CANARY not in told + reply.text
 
 
