@@ -282,7 +282,7 @@ async def _(world: World) -> None:
 @script("answers / usage is reported at the end only")
 async def _(world: World) -> None:
     for worker in world.workers.values():
-        worker.tells_early = False
+        worker.reports_early = False
     talk = await chat(world, "first", stream=True)
     await chat(world, "again", stream=True)
     await chat(world, "large by name", model="large", stream=True)
