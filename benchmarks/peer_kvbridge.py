@@ -38,7 +38,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from mappers import Evaluation, KVCache, Mapper, MapperError, Protocol, fit
+from mappers import Evaluation, KVCache, Mapper, MapperError, QualityProtocol, fit
 from mappers.choose import WAYS
 from mappers.collect import MAX_DOCUMENT_TOKENS
 from mappers.commands.common import Meter, Pair, numbers, pair_of_family, say
@@ -47,7 +47,7 @@ from mappers.families import find_family
 from mappers.fit import DEFAULT_HEAD
 from mappers.models import load_model, load_tokenizer, read
 from mappers.rope import Rope
-from mappers.scores import Paired, paired
+from mappers.scores import PairedRatio, paired
 from mappers.speed import measure
 
 ARMS = ("mapped", "hybrid", "no_cache")
@@ -192,7 +192,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     mappers = {"kvrelay": ours, "kvbridge": peer_mapper}
     # 3. The maps, turn by turn; and what the target makes of them.
     map_ms = _map_times(mappers, read(models[0], _long(texts)), options.repeats)
-    protocol = Protocol(options.lengths, options.documents, num_controls=options.documents)
+    protocol = QualityProtocol(options.lengths, options.documents, num_controls=options.documents)
     judged = judge_all(
         list(mappers.values()),  # type: ignore[arg-type]
         *models,
@@ -237,7 +237,7 @@ def calibration(pair: Pair, tokens: int) -> list[list[int]]:
     return texts
 
 
-def told(comparison: Paired) -> dict[str, Any]:
+def told(comparison: PairedRatio) -> dict[str, Any]:
     """Ours over theirs, as plain values."""
     by_document = [
         {"document": document, "length": length, "ratio": round(ratio, 6)}

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from mappers.evaluate import evaluate, evaluate_all
     from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
     from mappers.fit import fit
-    from mappers.manifest import ArmScore, Evaluation, Gate, Manifest
+    from mappers.manifest import ArmScore, Evaluation, Manifest, QualityGate
     from mappers.mapper import Mapper, replay
-    from mappers.protocol import Protocol
+    from mappers.protocol import QualityProtocol
 
 __all__ = [
     "ArmScore",
@@ -43,7 +43,7 @@ __all__ = [
     "DataUnreadable",
     "Evaluation",
     "FingerprintMismatch",
-    "Gate",
+    "QualityGate",
     "GeometryMismatch",
     "KVCache",
     "KVGeometry",
@@ -51,7 +51,7 @@ __all__ = [
     "Mapper",
     "MapperError",
     "PositionOutOfRange",
-    "Protocol",
+    "QualityProtocol",
     "RankDeficient",
     "TokenizerMismatch",
     "UnknownFamily",
@@ -73,12 +73,12 @@ __all__ = [
 _HOMES = {
     "ArmScore": "manifest",
     "Evaluation": "manifest",
-    "Gate": "manifest",
+    "QualityGate": "manifest",
     "KVCache": "cache",
     "KVGeometry": "cache",
     "Manifest": "manifest",
     "Mapper": "mapper",
-    "Protocol": "protocol",
+    "QualityProtocol": "protocol",
     "compose": "compose",
     "content_digest": "fingerprint",
     "evaluate": "evaluate",

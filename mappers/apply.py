@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mappers.cache import KVSource
+from mappers.cache import KVChunk
 from mappers.errors import BundleCorrupt
 from mappers.manifest import COPY, KINDS, Block, Kind, Manifest, OutputSpec, weight_name
 from mappers.rope import Factors, Rope, inverse, rotate
@@ -44,7 +44,7 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
         self._made = torch.empty(0)
 
-    def begin(self, chunk: KVSource, source_rope: Rope, target_rope: Rope) -> Chunk:
+    def begin(self, chunk: KVChunk, source_rope: Rope, target_rope: Rope) -> Chunk:
         """Strip and lay out one chunk of the source's cache."""
         if chunk.num_tokens > self._num_tokens:
             self._allocate(chunk.num_tokens)
@@ -83,7 +83,7 @@ class Chunk:
     `buffers` have the tokens first, however they lie in memory; `made` is for outputs.
     """
 
-    def __init__(self, source: KVSource, buffers: dict[str, Tensor], made: Tensor):
+    def __init__(self, source: KVChunk, buffers: dict[str, Tensor], made: Tensor):
         self.source = source
         self._buffers = buffers
         shape = buffers["keys"].shape  # (T, H, D)
@@ -145,7 +145,7 @@ class Output(ABC):
 
 
 @dataclass(frozen=True)
-class Copied(Output):
+class CopyOutput(Output):
     kind: Kind
     source_layer: int
 
@@ -173,7 +173,7 @@ class Term(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Term):
+class BlockTerm(Term):
     """Neighbouring blocks, the columns from `begin` on."""
 
     begin: int
@@ -183,7 +183,7 @@ class Run(Term):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head(Term):
+class HeadTerm(Term):
     """One source head, by its place among all that are needed."""
 
     index: int
@@ -193,7 +193,7 @@ class Head(Term):
 
 
 @dataclass(frozen=True)
-class Linear(Output):
+class LinearOutput(Output):
     kind: Kind
     layer: int  # of the target
     terms: tuple[Term, ...]
@@ -206,7 +206,7 @@ class Linear(Output):
 
 
 @dataclass(frozen=True)
-class Factored(Output):
+class FactoredOutput(Output):
     """`terms` lead to (T, r), and `up` (r, W) from there."""
 
     kind: Kind
@@ -267,21 +267,21 @@ class _OutputMaker:
     def make(self, layer: int, kind: Kind) -> Output:
         spec = self._manifest.layers[layer].of(kind)
         if spec.method == COPY:
-            return Copied(kind, *(spec.key_layers if kind == "keys" else spec.value_layers))
+            return CopyOutput(kind, *(spec.key_layers if kind == "keys" else spec.value_layers))
         bias = self._tensor(weight_name(layer, kind, "bias"), (self._target.width,))
         name = weight_name(layer, kind, "weight")
         if spec.heads:
-            return Linear(kind, layer, tuple(self._heads(name, spec, bias)))
+            return LinearOutput(kind, layer, tuple(self._heads(name, spec, bias)))
         width_in = self._source.width
         at = [self._blocks["whole"].index(block) for block in spec.blocks]
         if spec.rank is None:
             weight = self._tensor(name, (len(spec.blocks) * width_in, self._target.width))
-            return Linear(kind, layer, tuple(_runs(at, weight, width_in, bias)))
+            return LinearOutput(kind, layer, tuple(_runs(at, weight, width_in, bias)))
         down = self._tensor(name, (len(spec.blocks) * width_in, spec.rank))
         up = self._tensor(weight_name(layer, kind, "up"), (spec.rank, self._target.width))
-        return Factored(kind, layer, tuple(_runs(at, down, width_in, bias.new_zeros(spec.rank))), up, bias)
+        return FactoredOutput(kind, layer, tuple(_runs(at, down, width_in, bias.new_zeros(spec.rank))), up, bias)
 
-    def _heads(self, name: str, spec: OutputSpec, bias: Tensor) -> Iterator[Head]:
+    def _heads(self, name: str, spec: OutputSpec, bias: Tensor) -> Iterator[HeadTerm]:
         """For every block, the source heads that target heads are matched with; neighbours that share one together."""
         self._check_heads(name, spec)
         source, target = self._source, self._target
@@ -293,7 +293,9 @@ class _OutputMaker:
                 together = [index for index, _ in group]
                 columns = slice(together[0] * target.head_dim, (together[-1] + 1) * target.head_dim)
                 side_by_side = torch.cat(part[together].unbind(), dim=1)
-                yield Head(side_by_side, bias[columns] if part is parts[0] else None, columns.start, index=first + head)
+                yield HeadTerm(
+                    side_by_side, bias[columns] if part is parts[0] else None, columns.start, index=first + head
+                )
 
     def _check_heads(self, name: str, spec: OutputSpec) -> None:
         needed, given, there = len(spec.blocks), self._source.num_kv_heads, self._target.num_kv_heads
@@ -327,11 +329,11 @@ def _by_layer(tables: Sequence[Factors], rope: Rope) -> list[Factors]:
     return [shaped[table] for table in rope.tables]
 
 
-def _runs(blocks: list[int], weight: Tensor, width: int, bias: Tensor) -> list[Run]:
+def _runs(blocks: list[int], weight: Tensor, width: int, bias: Tensor) -> list[BlockTerm]:
     """Column blocks with their rows of `weight`, neighbours joined; the first brings the bias."""
     begins = [row for row, block in enumerate(blocks) if row == 0 or block != blocks[row - 1] + 1]
     ends = [*begins[1:], len(blocks)]
     return [
-        Run(weight[begin * width : end * width], None if begin else bias, begin=blocks[begin] * width)
+        BlockTerm(weight[begin * width : end * width], None if begin else bias, begin=blocks[begin] * width)
         for begin, end in zip(begins, ends, strict=True)
     ]

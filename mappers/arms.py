@@ -25,14 +25,14 @@ from mappers.errors import MapperError
 from mappers.manifest import COPY, KINDS, Kind, LayerSpec, OutputSpec, weight_name
 from mappers.mapper import Mapper
 from mappers.models import continued, log_probs, predicted, run
-from mappers.protocol import Document, Protocol, spans
-from mappers.scores import Score, Verdict, Watched, compare
+from mappers.protocol import EvalDocument, QualityProtocol, spans
+from mappers.scores import AttentionScores, DocumentScore, PrefixScores, compare
 
 RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class Caches:
+class ArmCaches:
     """The caches of one document, each from token 0 on (`wrong` from another one); None where there can be none, and
     where controls are not asked for."""
 
@@ -51,7 +51,7 @@ class Arm:
     """
 
     name: str
-    cache: Callable[[Caches], KVCache | None]
+    cache: Callable[[ArmCaches], KVCache | None]
     native_tail: bool = True
     control: bool = True
     shared: bool = False
@@ -134,12 +134,12 @@ class _SourceRead:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Prefix:
     """One prefix length of one document."""
 
-    document: Document
+    document: EvalDocument
     length: int
-    protocol: Protocol
+    protocol: QualityProtocol
 
     @property
     def is_control(self) -> bool:
@@ -162,43 +162,47 @@ class _Place:
 class Examiner:
     """Scores documents one after another, for one mapper or several of the same two models."""
 
-    def __init__(self, mappers: Sequence[Mapper], source: Any, target: Any, protocol: Protocol, arms: Sequence[str]):
+    def __init__(
+        self, mappers: Sequence[Mapper], source: Any, target: Any, protocol: QualityProtocol, arms: Sequence[str]
+    ):
         self._mappers, self._source, self._target = mappers, source, target
         self._protocol, self._arms = protocol, arms
         self._random = [randomised(mapper) for mapper in mappers] if "random_mapper" in arms else []
         self._reads: dict[int, _SourceRead] = {}
 
-    def verdicts(self, document: Document, other: Document | None) -> list[list[Verdict]]:
+    def verdicts(self, document: EvalDocument, other: EvalDocument | None) -> list[list[PrefixScores]]:
         """By mapper, and by prefix length of the document; `other` serves as the wrong one."""
         native, hidden = run(self._target, document.ids[:-1])
         read = self._read(document)
         caches = self._caches(document, other, native, read)
-        places = [_Place(document, length, self._protocol) for length in document.lengths]
+        places = [_Prefix(document, length, self._protocol) for length in document.lengths]
         at_places = [self._at(place, caches, hidden, read.hidden) for place in places]
         return [list(verdicts) for verdicts in zip(*at_places, strict=True)]
 
-    def _caches(self, document: Document, other: Document | None, native: KVCache, read: _SourceRead) -> list[Caches]:
+    def _caches(
+        self, document: EvalDocument, other: EvalDocument | None, native: KVCache, read: _SourceRead
+    ) -> list[ArmCaches]:
         """By mapper; controls only where the document serves for them."""
         if not document.controls:
-            return [Caches(native, mapped) for mapped in read.mapped]
+            return [ArmCaches(native, mapped) for mapped in read.mapped]
         none: list[KVCache | None] = [None] * len(read.mapped)
         wrong = self._read(other).mapped if other and "wrong_document" in self._arms else none
         random = [mapper.map(read.cache) for mapper in self._random] or none
         placed = raw(read.cache, native.geometry) if "raw_source" in self._arms else None
-        return [Caches(native, *parts, placed) for parts in zip(read.mapped, wrong, random, strict=True)]
+        return [ArmCaches(native, *parts, placed) for parts in zip(read.mapped, wrong, random, strict=True)]
 
-    def _at(self, place: _Place, caches: list[Caches], hidden: Tensor, source_hidden: Tensor) -> list[Verdict]:
+    def _at(self, place: _Prefix, caches: list[ArmCaches], hidden: Tensor, source_hidden: Tensor) -> list[PrefixScores]:
         """By mapper, what is scored at one place."""
         truth = torch.tensor(place.truth, device=hidden.device)
         reference = log_probs(self._target, hidden[place.scored])
 
-        def scores(predictions: Iterable[tuple[str, Tensor]]) -> tuple[Score, ...]:
+        def scores(predictions: Iterable[tuple[str, Tensor]]) -> tuple[DocumentScore, ...]:
             index, length = place.document.index, place.length
             return tuple(compare(arm, index, length, reference, found, truth) for arm, found in predictions)
 
         # 1. What no mapper takes part in is predicted once; on the way, the native attention is watched.
-        attention: list[Watched | None] = [None] * len(caches)
-        shared: tuple[Score, ...] = ()
+        attention: list[AttentionScores | None] = [None] * len(caches)
+        shared: tuple[DocumentScore, ...] = ()
         if place.is_control and "native" in self._arms:
             predictions, attention = self._native(place, caches)
             shared += scores([("native", predictions)])
@@ -210,9 +214,9 @@ class Examiner:
         if place.is_control and self._protocol.greedy:
             greedy = self._greedy(place, caches)
         rows = zip(own, attention, greedy, strict=True)
-        return [Verdict(shared + mine, watched, generated) for mine, watched, generated in rows]
+        return [PrefixScores(shared + mine, watched, generated) for mine, watched, generated in rows]
 
-    def _native(self, place: _Place, caches: list[Caches]) -> tuple[Tensor, list[Watched | None]]:
+    def _native(self, place: _Prefix, caches: list[ArmCaches]) -> tuple[Tensor, list[AttentionScores | None]]:
         """What is predicted over the native cache, and by mapper how the attention would differ over the served one."""
         head, tail, cut = self._protocol.head, place.cut(native_tail=True), place.cut(native_tail=False)
         distances = {name: (tail - far, tail - near) for name, (near, far) in spans(tail - head).items()}
@@ -220,14 +224,14 @@ class Examiner:
         with compared(self._target, stand_ins) as found:
             predictions = self._read_on(place, caches[0].native.slice(0, cut), cut)
         means = [cosines.mean for cosines in found]  # (layers, heads) each
-        watched: list[Watched | None] = []
+        watched: list[AttentionScores | None] = []
         for at in range(0, len(means), 1 + len(distances)):
             whole, *parts = means[at : at + 1 + len(distances)]
             by_distance = {name: float(part.mean()) for name, part in zip(distances, parts, strict=True)}
-            watched.append(Watched(whole, by_distance))
+            watched.append(AttentionScores(whole, by_distance))
         return predictions, watched
 
-    def _over_caches(self, place: _Place, caches: Caches, shared: bool) -> Iterator[tuple[str, Tensor]]:
+    def _over_caches(self, place: _Prefix, caches: ArmCaches, shared: bool) -> Iterator[tuple[str, Tensor]]:
         """Log-probabilities (scored, vocabulary) of the arms that read on over a cache that isn't the target's."""
         for arm in CACHE_ARMS:
             cache, cut = arm.cache(caches), place.cut(arm.native_tail)
@@ -235,14 +239,14 @@ class Examiner:
             if asked and cache is not None and cache.num_tokens >= cut:
                 yield arm.name, self._read_on(place, self._behind_head(caches.native, cache, cut), cut)
 
-    def _without_cache(self, place: _Place, native: KVCache, source_hidden: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _without_cache(self, place: _Prefix, native: KVCache, source_hidden: Tensor) -> Iterator[tuple[str, Tensor]]:
         if "no_cache" in self._arms and place.is_control:
             cut, head = place.cut(native_tail=True), self._protocol.head
             yield "no_cache", self._read_on(place, native.slice(0, head) if head else None, cut)
         if "source_alone" in self._arms:
             yield "source_alone", log_probs(self._source, source_hidden[place.scored])
 
-    def _greedy(self, place: _Place, caches: list[Caches]) -> list[float | None]:
+    def _greedy(self, place: _Prefix, caches: list[ArmCaches]) -> list[float | None]:
         """By mapper, how much of what is generated over the served cache is what the native one leads to."""
         ids, native, num_tokens = place.document.ids[: place.length], caches[0].native, self._protocol.greedy
         last, cut = place.cut(native_tail=False), place.cut(native_tail=True)
@@ -256,12 +260,12 @@ class Examiner:
         behind = cache.slice(head, cut)
         return KVCache.concatenate([native.slice(0, head), behind]) if head else behind
 
-    def _read_on(self, place: _Place, past: KVCache | None, cut: int) -> Tensor:
+    def _read_on(self, place: _Prefix, past: KVCache | None, cut: int) -> Tensor:
         """What the target predicts when it reads from position `cut` on, over `past`."""
         ids = place.document.ids[cut : place.length + self._protocol.scored - 1]
         return predicted(self._target, ids, past, self._protocol.scored, start=cut)
 
-    def _read(self, document: Document) -> _SourceRead:
+    def _read(self, document: EvalDocument) -> _SourceRead:
         """By the source; the last two are kept, since a document is the wrong one of the next."""
         if document.index not in self._reads:
             cache, hidden = run(self._source, document.ids[:-1])

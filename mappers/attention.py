@@ -25,7 +25,7 @@ PLAIN = "sdpa"
 
 
 @dataclass(frozen=True)
-class Attending:
+class AttentionCall:
     """One layer reading tokens: post-RoPE queries (query heads, new tokens, D); keys and values (H, tokens, D) of all
     tokens so far; which tokens each new one sees (new tokens, tokens)."""
 
@@ -41,7 +41,7 @@ class Attending:
         return attention_weights(self.queries, self.keys, self.visible, self.scale)
 
 
-Listener = Callable[[Attending], None]
+Listener = Callable[[AttentionCall], None]
 Attend = Callable[..., Any]  # as transformers calls it: (layer's module, query, key, value, mask, **options)
 
 
@@ -103,7 +103,7 @@ def _heard_by(listener: Listener) -> Attend:
     ) -> Any:
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         visible = _visible(attention_mask, query.shape[2], key.shape[2], query.device)
-        listener(Attending(module.layer_idx, query[0], key[0], value[0], visible, scale))
+        listener(AttentionCall(module.layer_idx, query[0], key[0], value[0], visible, scale))
         return ALL_ATTENTION_FUNCTIONS[PLAIN](module, query, key, value, attention_mask, **options)
 
     return attend
@@ -116,7 +116,7 @@ def _visible(mask: Tensor | None, num_new: int, num_all: int, device: torch.devi
     return torch.ones(num_new, num_all, dtype=torch.bool, device=device).tril(num_all - num_new)
 
 
-class Cosines:
+class AttentionCosines:
     """Cosine between attention outputs over the native cache, and over one where `stand_in` replaces what it covers."""
 
     def __init__(self, stand_in: KVCache):
@@ -144,13 +144,13 @@ class Cosines:
 
 
 @contextmanager
-def compared(model: Any, stand_ins: Sequence[KVCache]) -> Iterator[list[Cosines]]:
+def compared(model: Any, stand_ins: Sequence[KVCache]) -> Iterator[list[AttentionCosines]]:
     """While open, every attention of `model` over its own cache is computed over each stand-in as well.
 
     What the model reads and predicts stays the same: the queries are its native ones, in every layer. One model at a
     time; see `mappers.attention.attending_by`.
     """
-    found = [Cosines(stand_in) for stand_in in stand_ins]
+    found = [AttentionCosines(stand_in) for stand_in in stand_ins]
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         allowed = ", ".join(sorted(ALL_ATTENTION_FUNCTIONS))
@@ -172,7 +172,7 @@ Weighting = Literal["uniform", "attention"]
 EFFECTIVE_SHARE = 0.5
 
 
-class Received:
+class AttentionReceived:
     """Listens to a model that reads one document; sums up the attention that each token gets from those behind it.
 
     A query's attention counts in multiples of what it would pay if it paid all that it sees the same; so a token's
@@ -183,7 +183,7 @@ class Received:
         self._paid = torch.zeros(num_tokens, dtype=torch.float64, device=device)
         self._queries = torch.zeros_like(self._paid)
 
-    def __call__(self, attending: Attending) -> None:
+    def __call__(self, attending: AttentionCall) -> None:
         num_new, num_all = attending.visible.shape
         own = torch.ones_like(attending.visible).tril(num_all - num_new).triu(num_all - num_new)
         others = attending.visible & ~own
@@ -225,10 +225,10 @@ class _Sample:
     """One document: the source's position-free cache, and how each layer of the target attends over its own."""
 
     source: KVCache
-    layers: dict[int, Attending]
+    layers: dict[int, AttentionCall]
 
 
-class Judge:
+class AttentionJudge:
     """Holds some held-out documents as both models read them. Raises `CalibrationTooSmall` if all are too short."""
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class Judge:
         return float(torch.cat(errors).mean())
 
     def _read(self, models: tuple[Any, Any], rope: Rope, ids: list[int]) -> _Sample:
-        heard: dict[int, Attending] = {}
+        heard: dict[int, AttentionCall] = {}
         with watched(models[1], lambda attending: heard.__setitem__(attending.layer, attending)):
             read(models[1], ids)
         return _Sample(rope.stripped(read(models[0], ids)), heard)
@@ -271,7 +271,7 @@ class Judge:
         return mapped
 
 
-def _cosine_errors(native: Attending, mapped: Tensor, target: Target, head: int) -> Tensor:
+def _cosine_errors(native: AttentionCall, mapped: Tensor, target: Target, head: int) -> Tensor:
     """Of every query that has something mapped to look at, all heads in a row."""
     first = head + NEAR
     queries, visible = native.queries[:, first:], native.visible[first:]

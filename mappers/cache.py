@@ -1,4 +1,4 @@
-"""`KVCache`, the value that `mappers` gives and takes, and `KVGeometry`, its shape. A map takes any `KVSource`."""
+"""`KVCache`, the value that `mappers` gives and takes, and `KVGeometry`, its shape. A map takes any `KVChunk`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVGeometry:
         return self.num_kv_heads * self.head_dim
 
 
-class KVSource(Protocol):
+class KVChunk(Protocol):
     """What a map reads: keys and values of tokens in a row, wherever they lie. Keys are post-RoPE; token i stands at
     position `start + i`. A `KVCache` is one."""
 
@@ -83,7 +83,7 @@ class KVCache:
         return self.keys if kind == "keys" else self.values
 
     def parts(self, kind: Kind, layer: int) -> Iterable[Tensor]:
-        """(1, num_tokens, num_kv_heads, head_dim) of one layer, as a `KVSource` gives it."""
+        """(1, num_tokens, num_kv_heads, head_dim) of one layer, as a `KVChunk` gives it."""
         return (self.of(kind)[layer].transpose(0, 1)[None],)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, MapperError
-from mappers.stats import Gathered, Moments
+from mappers.stats import Moments, RowAccumulator
 
 EVERY_S = 300.0
 PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")
@@ -27,7 +27,7 @@ ROWS = ("x", "y", "weights")
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointState:
     """What a collector knows after `num_documents` documents, whose token ids have the SHA-256 `digest`."""
 
     tensors: Mapping[str, Tensor]
@@ -35,8 +35,8 @@ class Saved:
 
     @classmethod
     def of(
-        cls, gathered: Sequence[Gathered], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
-    ) -> Saved:
+        cls, gathered: Sequence[RowAccumulator], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
+    ) -> CheckpointState:
         moments = {i: each.moments for i, each in enumerate(gathered) if each.moments is not None}
         batches = {(i, j): batch for i, each in enumerate(gathered) for j, batch in enumerate(each.batches)}
         tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in moments.items() for part in PARTS}
@@ -74,7 +74,7 @@ class Saved:
             finder.lost[kind, layer], finder.power[kind, layer] = lost, power
         return finder
 
-    def fill(self, gathered: Sequence[Gathered]) -> None:
+    def fill(self, gathered: Sequence[RowAccumulator]) -> None:
         """Put what was gathered back into empty ones of the same shapes."""
         num_batches = self.facts.get("batches", [0] * len(gathered))  # older files hold moments alone
         for index, (each, counts, num) in enumerate(zip(gathered, self.facts["counts"], num_batches, strict=True)):
@@ -134,7 +134,7 @@ class Checkpoint:
         """Whether all has been read, and much of it since the last time: the choice of layers may yet be broken off."""
         return self.keep or time.monotonic() - self._saved_at >= self._every_s / 10
 
-    def load(self) -> Saved | None:
+    def load(self) -> CheckpointState | None:
         """What the file holds; None if there is none. Raises `CheckpointMismatch`."""
         if not self.path.exists():
             return None
@@ -142,13 +142,13 @@ class Checkpoint:
             with safetensors.safe_open(self.path, "pt") as file:
                 facts = json.loads(file.metadata()["kvrelay"])
                 self._check(facts["settings"])
-                return Saved(_OnDisk(self.path, list(file.keys())), facts)
+                return CheckpointState(_OnDisk(self.path, list(file.keys())), facts)
         except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointMismatch):
                 raise
             raise CheckpointMismatch(f"{self.path} is no checkpoint of a fit; remove it, or name another") from error
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: CheckpointState) -> None:
         """Replace what the file holds. Raises `MapperError` if it can't be written: then it holds what it held."""
         try:
             self._replace(saved)
@@ -156,7 +156,7 @@ class Checkpoint:
             raise MapperError(f"cannot write {self.path}: {error}") from error
         self._saved_at = time.monotonic()
 
-    def _replace(self, saved: Saved) -> None:
+    def _replace(self, saved: CheckpointState) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         facts = json.dumps({"settings": self._settings, **saved.facts})
         scratch = self.path.with_name(f"{self.path.name}.new")  # one name: a kill leaves one file at most

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mappers.attention import Judge
+from mappers.attention import AttentionJudge
 from mappers.collect import Group, Wanted
 from mappers.errors import CalibrationTooSmall, MapperError
 from mappers.manifest import KINDS, Block, Target
@@ -57,7 +57,9 @@ class Chooser:
     """Chooses for the targets of a group. `judge` is needed for the way `attention`, `projections` for targets that are
     hidden states."""
 
-    def __init__(self, method: Method, way: str, judge: Judge | None = None, projections: Projections | None = None):
+    def __init__(
+        self, method: Method, way: str, judge: AttentionJudge | None = None, projections: Projections | None = None
+    ):
         self._method, self._paths, self._judge, self._projections = method, _way(way), judge, projections
 
     def choices(self, group: Group, layers: int | str) -> Iterator[Choice]:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mappers.attention import EFFECTIVE_SHARE, Received, Weighting, shrunk, watched
+from mappers.attention import EFFECTIVE_SHARE, AttentionReceived, Weighting, shrunk, watched
 from mappers.cache import KVCache, KVGeometry, rows_of
-from mappers.checkpoint import Checkpoint, Saved
+from mappers.checkpoint import Checkpoint, CheckpointState
 from mappers.copies import CopyFinder
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable
 from mappers.manifest import KINDS, Block, Kind, Target
@@ -29,7 +29,7 @@ from mappers.methods.hidden import check_projections, listened, projections
 from mappers.model_config import context_of, geometry_of
 from mappers.models import read
 from mappers.rope import Rope
-from mappers.stats import BATCH, Gathered, Moments
+from mappers.stats import BATCH, Moments, RowAccumulator
 
 HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
 MAX_DOCUMENT_TOKENS = 2048
@@ -104,7 +104,7 @@ class Group:
         self.device, self._most_rows = device, most_rows
         self.blocks: list[Block] = [(kind, layer) for kind in kinds for layer in range(source.num_layers)]
         sizes = _sizes(kinds, targets, source, layout.target_width)
-        self.train, self.held_out = Gathered(*sizes, device), Gathered(*sizes, device)
+        self.train, self.held_out = RowAccumulator(*sizes, device), RowAccumulator(*sizes, device)
 
     def features(self, blocks: Sequence[Block]) -> Tensor:
         """Columns of these blocks, in their order."""
@@ -132,7 +132,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Collected:
+class CalibrationStatistics:
     """All that is known of the calibration data once it has been read. `sample` is some of what was held out.
 
     `reading_s` is how long the two models took to read what this call had them read.
@@ -157,7 +157,7 @@ def collect(
     max_tokens: int | None = None,
     progress: Progress | None = None,
     checkpoint: Checkpoint | None = None,
-) -> Collected:
+) -> CalibrationStatistics:
     """Read documents, up to `max_tokens` tokens, with source and target.
 
     What a `checkpoint` holds is not read again. It also gets what was read before an interrupt, or before documents
@@ -194,7 +194,7 @@ def collect(
     collector.finder.confirm()
     if not collector.num_documents:
         raise CalibrationTooSmall(f"no document of more than {reading.head + 1} tokens")
-    return Collected(
+    return CalibrationStatistics(
         collector.groups,
         collector.finder.copies,
         collector.num_documents,
@@ -226,7 +226,7 @@ def most_rows(sizes: Sequence[tuple[int, int]]) -> int:
 
 
 def _row_bytes(sizes: Sequence[tuple[int, int]]) -> int:
-    return sum(Gathered.bytes_for(*size) for size in sizes)
+    return sum(RowAccumulator.bytes_for(*size) for size in sizes)
 
 
 def _moments_bytes(sizes: Sequence[tuple[int, int]]) -> int:
@@ -322,18 +322,18 @@ class _Collector:
             group.update(theirs, ours, is_held_out(self.num_documents))
         self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
 
-    def saved(self) -> Saved:
+    def saved(self) -> CheckpointState:
         """All of it, to go on from later."""
-        return Saved.of(self._gathered, self.finder, self.num_documents, self.num_tokens, self.digest)
+        return CheckpointState.of(self._gathered, self.finder, self.num_documents, self.num_tokens, self.digest)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: CheckpointState) -> None:
         self.finder = saved.finder()
         self.groups = self._groups(self.finder.copies)
         saved.fill(self._gathered)
         self.num_documents, self.num_tokens, self.digest = saved.num_documents, saved.num_tokens, saved.digest
 
     @property
-    def _gathered(self) -> list[Gathered]:
+    def _gathered(self) -> list[RowAccumulator]:
         return [gathered for group in self.groups for gathered in (group.train, group.held_out)]
 
     def _groups(self, copies: dict[Target, int]) -> list[Group]:
@@ -350,7 +350,7 @@ class _Collector:
 
     def _read_target(self, ids: list[int]) -> States:
         model = self._models[1]
-        received = Received(len(ids), model.device)
+        received = AttentionReceived(len(ids), model.device)
         hidden: dict[int, Tensor] = {}
         with ExitStack() as listening:
             if self._reading.weighting == "attention":

@@ -28,9 +28,9 @@ from mappers.manifest import (
 )
 from mappers.mapper import Mapper
 from mappers.methods import Solution
-from mappers.methods.base import Factored
+from mappers.methods.base import FactoredSolution
 from mappers.rope import TOLERANCE
-from mappers.weights import Whole, stored
+from mappers.weights import WholeOutput, stored
 
 COMPOSED = "composed"
 
@@ -63,14 +63,14 @@ def _output(
 ) -> tuple[OutputSpec, dict[str, Tensor]]:
     """What one layer's keys or values are made of, and the weights by name."""
     outer_spec = second.manifest.layers[layer].of(kind)
-    outer = Whole.of(second, layer, kind)
+    outer = WholeOutput.of(second, layer, kind)
     inner_specs = {block: first.manifest.layers[block[1]].of(block[0]) for block in outer.blocks}
     # 1. A copy of an output is that output, in the form that it has.
     if outer_spec.method == COPY:
         (copied,) = outer.blocks
         return inner_specs[copied], _renamed(first, copied[1], layer, kind)
     # 2. Every block that the second map reads is an output of the first.
-    inner = {block: Whole.of(first, block[1], block[0]).multiplied for block in outer.blocks}
+    inner = {block: WholeOutput.of(first, block[1], block[0]).multiplied for block in outer.blocks}
     blocks = tuple(sorted({block for spec in inner_specs.values() for block in spec.blocks}))
     weight = torch.cat([sum_of([inner[b].rows(a) @ outer.rows(b) for b in outer.blocks]) for a in blocks])
     constant = sum_of([inner[b].bias @ outer.rows(b) for b in outer.blocks])
@@ -79,7 +79,7 @@ def _output(
         solution = Solution(weight, constant + outer.bias)
     else:
         bias = constant @ outer.up + outer.bias
-        solution = Factored(weight @ outer.up, bias, down=weight, up=outer.up)
+        solution = FactoredSolution(weight @ outer.up, bias, down=weight, up=outer.up)
     spec = OutputSpec(
         method=COMPOSED,
         key_layers=tuple(i for name, i in blocks if name == "keys"),

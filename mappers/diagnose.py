@@ -21,8 +21,8 @@ from mappers.cache import KVCache
 from mappers.manifest import KINDS, ArmScore, Kind
 from mappers.mapper import Mapper
 from mappers.models import log_probs, predicted, run
-from mappers.protocol import Document, Protocol, choose_documents, spans
-from mappers.scores import Score, compare, summarise
+from mappers.protocol import EvalDocument, QualityProtocol, choose_documents, spans
+from mappers.scores import DocumentScore, compare, summarise
 
 GROUPS = 5  # of layers
 
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # documents done, documents to do
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """A part of a cache: `kinds` of `layers`, in `heads`, for the tokens from `begin` up to `end`."""
 
     by: str
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Row:
+class PartScore:
     """What mapping one part alone costs, against an all-native cache; `by` tells how the cache was divided."""
 
     by: str
@@ -68,38 +68,38 @@ def diagnose(
     source_model: Any,
     target_model: Any,
     documents: Iterable[Sequence[int]],
-    protocol: Protocol | None = None,
+    protocol: QualityProtocol | None = None,
     progress: Progress | None = None,
-) -> list[Row]:
+) -> list[PartScore]:
     """A row a part, and one for all of it, division after division, over the first documents that are long enough.
 
     Raises `MapperError` if there are none."""
-    protocol = protocol or Protocol()
+    protocol = protocol or QualityProtocol()
     protocol.check_context(source_model, target_model)
     chosen = choose_documents(documents, protocol)
-    found: dict[tuple[str, str], list[Score]] = {}
+    found: dict[tuple[str, str], list[DocumentScore]] = {}
     for done, document in enumerate(chosen, start=1):
         for part, score in _scores(mapper, source_model, target_model, document, protocol):
             found.setdefault((part.by, part.name), []).append(score)
         if progress:
             progress(done, len(chosen))
     everything = parts(mapper, protocol.head, max(protocol.lengths) - protocol.tail)  # a short prefix lacks far spans
-    return [Row(part.by, part.name, summarise(found[part.by, part.name], ["mapped"])[0]) for part in everything]
+    return [PartScore(part.by, part.name, summarise(found[part.by, part.name], ["mapped"])[0]) for part in everything]
 
 
-def parts(mapper: Mapper, begin: int, end: int) -> Iterator[Part]:
+def parts(mapper: Mapper, begin: int, end: int) -> Iterator[CachePart]:
     """The parts of a map of tokens `[begin, end)` that are looked at, those of one division after another."""
     geometry = mapper.manifest.target.geometry
     layers, heads = range(geometry.num_layers), range(geometry.num_kv_heads)
-    yield Part("all", "all", KINDS, layers, heads, begin, end)
+    yield CachePart("all", "all", KINDS, layers, heads, begin, end)
     for kind in KINDS:
-        yield Part("what", kind, (kind,), layers, heads, begin, end)
+        yield CachePart("what", kind, (kind,), layers, heads, begin, end)
     for group in layer_groups(geometry.num_layers):
-        yield Part("layers", f"{group.start}-{group.stop - 1}", KINDS, group, heads, begin, end)
+        yield CachePart("layers", f"{group.start}-{group.stop - 1}", KINDS, group, heads, begin, end)
     for name, (near, far) in spans(end - begin).items():
-        yield Part("distance", name, KINDS, layers, heads, end - far, end - near)
+        yield CachePart("distance", name, KINDS, layers, heads, end - far, end - near)
     for head in heads if len(heads) > 1 else ():
-        yield Part("head", str(head), KINDS, layers, range(head, head + 1), begin, end)
+        yield CachePart("head", str(head), KINDS, layers, range(head, head + 1), begin, end)
 
 
 def layer_groups(num_layers: int) -> list[range]:
@@ -110,8 +110,8 @@ def layer_groups(num_layers: int) -> list[range]:
 
 
 def _scores(
-    mapper: Mapper, source: Any, target: Any, document: Document, protocol: Protocol
-) -> Iterator[tuple[Part, Score]]:
+    mapper: Mapper, source: Any, target: Any, document: EvalDocument, protocol: QualityProtocol
+) -> Iterator[tuple[CachePart, DocumentScore]]:
     """Each part on one document, at each of its prefix lengths."""
     native, hidden = run(target, document.ids[:-1])
     mapped = mapper.map(run(source, document.ids[:-1])[0])

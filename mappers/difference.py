@@ -8,7 +8,7 @@ import torch
 
 from mappers.manifest import KINDS, Evaluation, Kind, OutputSpec
 from mappers.mapper import Mapper
-from mappers.weights import Whole
+from mappers.weights import WholeOutput
 
 Row = tuple[str, str, str]  # what, the first's, the second's
 
@@ -52,7 +52,7 @@ def _shapes(mapper: Mapper) -> Any:
 
 def _output(first: Mapper, second: Mapper, layer: int, kind: Kind) -> Row | None:
     specs = [mapper.manifest.layers[layer].of(kind) for mapper in (first, second)]
-    wholes = [Whole.of(mapper, layer, kind).multiplied for mapper in (first, second)]
+    wholes = [WholeOutput.of(mapper, layer, kind).multiplied for mapper in (first, second)]
     blocks = sorted({block for whole in wholes for block in whole.blocks})
     ours, theirs = (torch.cat([whole.rows(block) for block in blocks]) for whole in wholes)
     apart = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))

@@ -15,8 +15,16 @@ from mappers.arms import ARMS, Examiner, check_arms
 from mappers.errors import MapperError
 from mappers.manifest import Evaluation, LengthScores
 from mappers.mapper import Mapper
-from mappers.protocol import Document, Protocol, choose_documents, others, tokens_read
-from mappers.scores import Score, Verdict, Watched, attention_of, distances_of, greedy_of, summarise
+from mappers.protocol import EvalDocument, QualityProtocol, choose_documents, others, tokens_read
+from mappers.scores import (
+    AttentionScores,
+    DocumentScore,
+    PrefixScores,
+    attention_of,
+    distances_of,
+    greedy_of,
+    summarise,
+)
 
 Progress = Callable[[int, int], None]  # tokens read so far, tokens to read in all; estimated
 
@@ -26,7 +34,7 @@ def evaluate(
     source_model: Any,
     target_model: Any,
     documents: Iterable[Sequence[int]],
-    protocol: Protocol | None = None,
+    protocol: QualityProtocol | None = None,
     **options: Any,
 ) -> Evaluation:
     """What `evaluate_all` gives for one mapper."""
@@ -38,7 +46,7 @@ def evaluate_all(
     source_model: Any,
     target_model: Any,
     documents: Iterable[Sequence[int]],
-    protocol: Protocol | None = None,
+    protocol: QualityProtocol | None = None,
     **options: Any,
 ) -> list[Evaluation]:
     """What `judge_all` tells of each mapper, summed up."""
@@ -47,17 +55,17 @@ def evaluate_all(
 
 
 @dataclass(frozen=True)
-class Judgement:
+class EvaluationResult:
     """All that one mapper scored, and on what."""
 
-    verdicts: list[Verdict]
-    chosen: list[Document]
-    protocol: Protocol
+    verdicts: list[PrefixScores]
+    chosen: list[EvalDocument]
+    protocol: QualityProtocol
     arms: Sequence[str]
     data: str
 
     @property
-    def scores(self) -> list[Score]:
+    def scores(self) -> list[DocumentScore]:
         return [score for verdict in self.verdicts for score in verdict.scores]
 
     @property
@@ -83,25 +91,25 @@ def judge_all(
     source_model: Any,
     target_model: Any,
     documents: Iterable[Sequence[int]],
-    protocol: Protocol | None = None,
+    protocol: QualityProtocol | None = None,
     *,
     arms: Sequence[str] = ARMS,
     data: str = "unnamed",
     progress: Progress | None = None,
     keep: Path | None = None,
-) -> list[Judgement]:
+) -> list[EvaluationResult]:
     """Run the protocol over the first documents that are long enough, for mappers of the same two models at once.
 
     With a file to `keep` verdicts in, a second call goes on where a killed one was; it is the caller's to remove.
     Raises `MapperError` if there is nothing to judge, or no document to judge it on.
     """
-    protocol = protocol or Protocol()
+    protocol = protocol or QualityProtocol()
     _check(mappers, arms)
     protocol.check_context(source_model, target_model)
     chosen = choose_documents(documents, protocol)
     key = {"bundles": [mapper.bundle_id for mapper in mappers], "protocol": vars(protocol), "arms": list(arms)}
     key["dtypes"] = [str(model.dtype) for model in (source_model, target_model)]
-    kept = Kept(keep, key)
+    kept = VerdictFile(keep, key)
     examiner = Examiner(mappers, source_model, target_model, protocol, arms)
     pairs = list(zip(chosen, others(chosen), strict=True))
     to_do = [pair for pair in pairs if pair not in kept]
@@ -116,10 +124,12 @@ def judge_all(
         [verdict for verdicts in each for verdict in verdicts]
         for each in zip(*(kept.of(*pair) for pair in pairs), strict=True)
     ]
-    return [Judgement(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
+    return [EvaluationResult(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
 
 
-def _at_length(length: int, chosen: list[Document], scores: list[Score], arms: Sequence[str]) -> LengthScores:
+def _at_length(
+    length: int, chosen: list[EvalDocument], scores: list[DocumentScore], arms: Sequence[str]
+) -> LengthScores:
     return LengthScores(
         length=length,
         num_documents=sum(length in document.lengths for document in chosen),
@@ -135,10 +145,10 @@ def _check(mappers: Sequence[Mapper], arms: Sequence[str]) -> None:
         mapper.check(mappers[0].manifest.source.fingerprint, mappers[0].manifest.target.fingerprint)
 
 
-Judged = list[list[Verdict]]  # by mapper, by prefix length
+Judged = list[list[PrefixScores]]  # by mapper, by prefix length
 
 
-class Kept:
+class VerdictFile:
     """What is known already, by document; `path` is None where nothing is to be kept.
 
     `key` names all that the figures depend on but the documents. A file with another key is begun anew, a last line
@@ -153,13 +163,13 @@ class Kept:
             self._known = {line["document"]: _judged(line["judged"]) for line in lines[1:]}
         self._write_all()
 
-    def __contains__(self, pair: tuple[Document, Document | None]) -> bool:
+    def __contains__(self, pair: tuple[EvalDocument, EvalDocument | None]) -> bool:
         return _digest(*pair) in self._known
 
-    def of(self, document: Document, other: Document | None) -> Judged:
+    def of(self, document: EvalDocument, other: EvalDocument | None) -> Judged:
         return self._known[_digest(document, other)]
 
-    def add(self, document: Document, other: Document | None, judged: Judged) -> None:
+    def add(self, document: EvalDocument, other: EvalDocument | None, judged: Judged) -> None:
         self._known[_digest(document, other)] = judged
         if self._path:
             with self._path.open("a") as file:
@@ -181,7 +191,7 @@ def _lines(path: Path | None) -> list[Any]:
     return lines
 
 
-def _digest(document: Document, other: Document | None) -> str:
+def _digest(document: EvalDocument, other: EvalDocument | None) -> str:
     told = [(each.index, each.ids, each.lengths, each.controls) for each in (document, other) if each]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
@@ -191,7 +201,7 @@ def _line(digest: str, judged: Judged) -> str:
     return json.dumps({"document": digest, "judged": rows}) + "\n"
 
 
-def _told(verdict: Verdict) -> dict[str, Any]:
+def _told(verdict: PrefixScores) -> dict[str, Any]:
     watched = verdict.attention
     return {
         "scores": [{**vars(score), "kl": score.kl.tolist()} for score in verdict.scores],
@@ -204,8 +214,8 @@ def _judged(rows: list[list[dict[str, Any]]]) -> Judged:
     return [[_verdict(told) for told in verdicts] for verdicts in rows]
 
 
-def _verdict(told: dict[str, Any]) -> Verdict:
+def _verdict(told: dict[str, Any]) -> PrefixScores:
     watched = told["attention"]
-    scores = tuple(Score(**{**score, "kl": torch.tensor(score["kl"])}) for score in told["scores"])
-    attention = watched and Watched(torch.tensor(watched["cosines"]), watched["by_distance"])
-    return Verdict(scores, attention, told["greedy"])
+    scores = tuple(DocumentScore(**{**score, "kl": torch.tensor(score["kl"])}) for score in told["scores"])
+    attention = watched and AttentionScores(torch.tensor(watched["cosines"]), watched["by_distance"])
+    return PrefixScores(scores, attention, told["greedy"])

@@ -1,6 +1,6 @@
 """Embedded families by name: pairs of models with a bundle, registered by other packages as entry points.
 
-An entry of group `kvrelay.families` is a function without arguments that returns a `Family`.
+An entry of group `kvrelay.families` is a function without arguments that returns a `ModelFamily`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mappers.errors import UnknownFamily
 GROUP = "kvrelay.families"
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """Two model folders, which `prepare` makes if they are not there yet, the bundle between them, and the text that
     it is fitted and judged on (`corpus` is the text's name)."""
 
@@ -34,9 +34,9 @@ class Family(Protocol):
     def conversations(self) -> Callable[[], list[Conversation]]: ...
 
 
-def find_family(name: str) -> Family:
+def find_family(name: str) -> ModelFamily:
     """The family registered under `name`. Raises `UnknownFamily` naming those that are."""
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
         raise UnknownFamily(f"{name!r} is neither a bundle nor a family; known families: {', '.join(sorted(known))}")
-    return cast(Family, known[name].load()())
+    return cast(ModelFamily, known[name].load()())

@@ -13,24 +13,24 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from mappers import methods
-from mappers.attention import EFFECTIVE_SHARE, Judge, Weighting, check_weighting
+from mappers.attention import EFFECTIVE_SHARE, AttentionJudge, Weighting, check_weighting
 from mappers.bundle import seal
 from mappers.cache import KVGeometry
 from mappers.checkpoint import EVERY_S, Checkpoint
 from mappers.choose import AUTO, Choice, Chooser, check_way
-from mappers.collect import Collected, Progress, Reading, collect
+from mappers.collect import CalibrationStatistics, Progress, Reading, collect
 from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
 from mappers.fingerprint import fingerprint, same_vocabulary, tokenizer_digest
 from mappers.manifest import (
     COPY,
     MEASURED,
     Calibration,
-    Gate,
     LayerSpec,
     Manifest,
     ModelCard,
     OutputSpec,
     Precision,
+    QualityGate,
     Target,
     probe_name,
 )
@@ -64,7 +64,7 @@ def fit(
     tokens: int | None = None,
     precision: Precision = "float16",
     data: str = "unnamed",
-    gate: Gate | None = None,
+    gate: QualityGate | None = None,
     licence: str = LICENCE,
     device: str = "cpu",
     dtype: str = "float32",
@@ -114,7 +114,7 @@ def fit(
         file = Checkpoint(checkpoint, {**pair, **asdict(reading), **loaded}, checkpoint_s, keep)
     collected = collect(models, ropes, documents, reading, max_tokens=tokens, progress=progress, checkpoint=file)
     # 4. A choice of source layers and weights for every target layer.
-    judge = Judge(models, ropes, collected.sample, head) if choose == "attention" else None
+    judge = AttentionJudge(models, ropes, collected.sample, head) if choose == "attention" else None
     chooser = Chooser(chosen_method, choose, judge, projected_by)
     outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, choosing, say)
     if say:
@@ -167,7 +167,7 @@ def tool_version() -> str:
 def _solve(
     chooser: Chooser,
     method: str,
-    collected: Collected,
+    collected: CalibrationStatistics,
     layers: Layers,
     precision: Precision,
     choosing: Progress | None,

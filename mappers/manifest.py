@@ -169,7 +169,7 @@ class Evaluation(Frozen):
         return next((arm for arm in self.arms if arm.arm == name), None)
 
 
-class Gate(Frozen):
+class QualityGate(Frozen):
     """What a worker asks of a bundle's evaluation before it uses it: how good its arm `hybrid` is, and that this was
     found out by the quality protocol, not by an easier one."""
 
@@ -224,7 +224,7 @@ class Manifest(Frozen):
     calibration: Calibration
     evaluation: Evaluation | None = None
     report_sha256: str = Field(default="", exclude_if=_is_unset)
-    gate: Gate | None = None
+    gate: QualityGate | None = None
     created: str
     tool_version: str
     licence: str

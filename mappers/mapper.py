@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mappers.apply import Workspace, outputs_of
-from mappers.cache import KVCache, KVSource
+from mappers.cache import KVCache, KVChunk
 from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, MapperError, TokenizerMismatch
-from mappers.manifest import COPY, KINDS, MEASURED, Gate, Manifest, probe_name
+from mappers.manifest import COPY, KINDS, MEASURED, Manifest, QualityGate, probe_name
 from mappers.models import read
 from mappers.rope import TOLERANCE, Rope
 
@@ -77,17 +77,17 @@ class Mapper:
                     f"({known[:12]}…, now {given[:12]}…)"
                 )
 
-    def gate(self, **bounds: Any) -> Gate:
-        """`bounds` are fields of `Gate`; one that is not given, or None, is the bundle's own, or else the default."""
+    def gate(self, **bounds: Any) -> QualityGate:
+        """The gate with these `bounds`; a field that is None is taken from the bundle, or else the default."""
         asked = {name: bound for name, bound in bounds.items() if bound is not None}
-        return (self.manifest.gate or Gate()).model_copy(update=asked)
+        return (self.manifest.gate or QualityGate()).model_copy(update=asked)
 
     def refusal(self, **bounds: Any) -> str | None:
         """Why this map may not be used, None if it may: its evaluation against the `gate` with these bounds."""
         objection = self.gate(**bounds).objection(self.manifest.evaluation)
         return f"bundle {self.bundle_id}: {objection}" if objection else None
 
-    def map_into(self, chunk: KVSource, sink: Sink) -> None:
+    def map_into(self, chunk: KVChunk, sink: Sink) -> None:
         """Map one chunk of tokens and hand it out target layer by target layer.
 
         `sink(layer, keys, values)` gets float32 views (H, T, D) of scratch, keys post-RoPE at the chunk's own
@@ -101,7 +101,7 @@ class Mapper:
         self.map_together(chunk, each)
 
     @torch.no_grad()
-    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
+    def map_together(self, chunk: KVChunk, sink: TogetherSink, *, copies: bool = True) -> None:
         """The same, but neighbouring layers together, as many as find room in scratch: on a CPU, writing them at once
         takes less than half the time. `sink(first, states)` gets the layers from `first` on: (n, 2, T, H, D), keys and
         values. Without `copies`, the layers in `manifest.copies` are left to whoever takes them from the source.

@@ -23,7 +23,7 @@ SPANS = {"0-64": (0, 64), "64-256": (64, 256), "256-512": (256, 512), "512-1024"
 
 
 @dataclass(frozen=True)
-class Protocol:
+class QualityProtocol:
     """Which prefixes are judged, and how. `num_documents` is wanted for each length.
 
     The controls only have to tell a map from none, which they do on `num_controls` documents; what is served is judged
@@ -58,7 +58,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Document:
+class EvalDocument:
     """Token ids of a document, cut behind what is scored, and the prefix lengths that it is judged at.
 
     At the lengths in `controls` the controls are judged on it as well.
@@ -70,7 +70,7 @@ class Document:
     controls: tuple[int, ...] = ()
 
 
-def choose_documents(documents: Iterable[Sequence[int]], protocol: Protocol) -> list[Document]:
+def choose_documents(documents: Iterable[Sequence[int]], protocol: QualityProtocol) -> list[EvalDocument]:
     """The first documents long enough for each length, longest first; reads no further than it must."""
     missing = dict.fromkeys(protocol.lengths, protocol.num_documents)
     longest = 0
@@ -80,7 +80,7 @@ def choose_documents(documents: Iterable[Sequence[int]], protocol: Protocol) -> 
         lengths = tuple(n for n in protocol.lengths if missing[n] and len(ids) >= n + protocol.scored)
         if lengths:
             controls = tuple(n for n in lengths if protocol.num_documents - missing[n] < protocol.num_controls)
-            chosen.append(Document(index, tuple(ids[: max(lengths) + protocol.scored]), lengths, controls))
+            chosen.append(EvalDocument(index, tuple(ids[: max(lengths) + protocol.scored]), lengths, controls))
             missing.update({n: missing[n] - 1 for n in lengths})
         if not any(missing.values()):
             break
@@ -91,12 +91,12 @@ def choose_documents(documents: Iterable[Sequence[int]], protocol: Protocol) -> 
     return sorted(chosen, key=lambda document: -len(document.ids))
 
 
-def others(chosen: list[Document]) -> list[Document | None]:
+def others(chosen: list[EvalDocument]) -> list[EvalDocument | None]:
     """For each document another one, if possible as long: the one before it, for the first the one behind."""
     return [chosen[1] if len(chosen) > 1 else None, *chosen[:-1]]
 
 
-def tokens_read(document: Document, protocol: Protocol, num_mappers: int = 1) -> int:
+def tokens_read(document: EvalDocument, protocol: QualityProtocol, num_mappers: int = 1) -> int:
     """About how many tokens two models read to judge this document; tells how much of the work is done."""
     served, controls = 2 * protocol.scored + protocol.tail, 5 * (protocol.scored + protocol.tail) + 2 * protocol.greedy
     return 2 * len(document.ids) + num_mappers * (len(document.lengths) * served + len(document.controls) * controls)

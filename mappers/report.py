@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from mappers import plot
-from mappers.diagnose import Row
+from mappers.diagnose import PartScore
 from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
 from mappers.protocol import SPANS
@@ -24,7 +24,7 @@ svg { width: 100%; max-width: 46rem; font: 11px system-ui, sans-serif } .note { 
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluatedBundle:
     """One bundle with all that was measured of it. `name` is what it was asked for by, so that no two are alike."""
 
     name: str
@@ -46,12 +46,12 @@ class Judged:
         return told | ({"speed": self.speed.told} if self.speed else {})
 
 
-def told(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def told(rows: Sequence[PartScore]) -> list[dict[str, Any]]:
     """A diagnosis as JSON."""
     return [{"by": row.by, "part": row.part, **row.score.model_dump(mode="json")} for row in rows]
 
 
-def page(judged: Sequence[Judged], diagnosis: Sequence[Row] = ()) -> str:
+def page(judged: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore] = ()) -> str:
     """The whole report; `diagnosis` is that of the first bundle."""
     sections = [_heading(judged[0]), _compared(judged)] if len(judged) > 1 else [_heading(judged[0])]
     sections += [_arms(each) for each in judged]
@@ -64,7 +64,7 @@ def page(judged: Sequence[Judged], diagnosis: Sequence[Row] = ()) -> str:
     )
 
 
-def _heading(first: Judged) -> str:
+def _heading(first: EvaluatedBundle) -> str:
     manifest, evaluation = first.mapper.manifest, first.evaluation
     return (
         f"<h1>{escape(manifest.source.name)} to {escape(manifest.target.name)}</h1>"
@@ -74,12 +74,12 @@ def _heading(first: Judged) -> str:
     )
 
 
-def _compared(judged: Sequence[Judged]) -> str:
+def _compared(judged: Sequence[EvaluatedBundle]) -> str:
     names = ("bundle", "method", "ppl ratio, hybrid", "top-1", "KL p95", "cosine", "MB", "ms per 1,024", "of peak")
     return "<h2>Side by side</h2>" + _table(names, [_cells(each) for each in judged])
 
 
-def _cells(each: Judged) -> list[str]:
+def _cells(each: EvaluatedBundle) -> list[str]:
     score = each.evaluation.arm("hybrid")
     quality = [f"{score.ppl_ratio:.4f}", f"{score.top1:.3f}", f"{score.kl_p95:.3f}"] if score else ["", "", ""]
     cosine = "" if each.cosine is None else f"{each.cosine:.4f}"
@@ -87,7 +87,7 @@ def _cells(each: Judged) -> list[str]:
     return [each.name, each.mapper.manifest.method, *quality, cosine, f"{each.mapper.weight_bytes / 1e6:.2f}", *speed]
 
 
-def _arms(each: Judged) -> str:
+def _arms(each: EvaluatedBundle) -> str:
     names = ("arm", "ppl ratio", "95% interval", "top-1", "KL mean", "KL p95", "documents")
     rows = [[score.arm, *_figures(score)] for score in each.evaluation.arms]
     for at in each.evaluation.lengths:
@@ -102,15 +102,15 @@ def _arms(each: Judged) -> str:
     return f"<h2>{escape(each.name)}: {escape(each.mapper.manifest.method)}</h2>" + _table(names, rows) + note
 
 
-def _by_length(judged: Sequence[Judged]) -> str:
-    def found(each: Judged) -> list[plot.Point]:
+def _by_length(judged: Sequence[EvaluatedBundle]) -> str:
+    def found(each: EvaluatedBundle) -> list[plot.Point]:
         rows = [(at.length, score) for at in each.evaluation.lengths for score in at.arms if score.arm == "hybrid"]
         return [(length, score.ppl_ratio) for length, score in rows]
 
     return _plotted("By prefix length", {each.name: found(each) for each in judged}, "tokens of prefix", HYBRID)
 
 
-def _by_layer(judged: Sequence[Judged]) -> str:
+def _by_layer(judged: Sequence[EvaluatedBundle]) -> str:
     """The mean of every bundle; of one alone, its worst head as well."""
     series = {each.name: [(row.layer, row.mean) for row in each.evaluation.attention] for each in judged}
     if len(judged) == 1:
@@ -118,7 +118,7 @@ def _by_layer(judged: Sequence[Judged]) -> str:
     return _plotted("Attention by layer", series, "target layer", "cosine of outputs")
 
 
-def _by_distance(judged: Sequence[Judged], diagnosis: Sequence[Row]) -> str:
+def _by_distance(judged: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore]) -> str:
     """What the attention makes of it; where it was diagnosed, what it costs as well."""
     cosines = {
         each.name: [(SPANS[row.distance][0], row.mean) for row in each.evaluation.by_distance] for each in judged
@@ -131,7 +131,7 @@ def _by_distance(judged: Sequence[Judged], diagnosis: Sequence[Row]) -> str:
     )
 
 
-def _by_time(judged: Sequence[Judged]) -> str:
+def _by_time(judged: Sequence[EvaluatedBundle]) -> str:
     series = {}
     for each in judged:
         score = each.evaluation.arm("hybrid")
@@ -140,7 +140,7 @@ def _by_time(judged: Sequence[Judged]) -> str:
     return _plotted("Quality against time", series, "ms of map per 1,024 tokens", HYBRID, plot.points)
 
 
-def _diagnosed(diagnosis: Sequence[Row]) -> str:
+def _diagnosed(diagnosis: Sequence[PartScore]) -> str:
     if not diagnosis:
         return ""
     names = ("mapped alone", "ppl ratio", "95% interval", "top-1", "KL mean", "KL p95", "documents")

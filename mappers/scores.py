@@ -18,7 +18,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Score:
+class DocumentScore:
     """One arm on one document at one prefix length, against the target's native cache. `kl` is nats a token, (N,)."""
 
     arm: str
@@ -30,8 +30,8 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """Cosines between the attention's outputs over the native cache and over the served one, (layers, heads).
+class AttentionScores:
+    """AttentionCosines between the attention's outputs over the native cache and over the served one, (layers, heads).
 
     `by_distance`: the mean where only one span of tokens is mapped, by its name.
     """
@@ -41,21 +41,21 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PrefixScores:
     """All that one mapper's caches score on one document at one prefix length.
 
     Where they were measured: `attention`, and `greedy`, the agreement of what is generated freely.
     """
 
-    scores: tuple[Score, ...]
-    attention: Watched | None = None
+    scores: tuple[DocumentScore, ...]
+    attention: AttentionScores | None = None
     greedy: float | None = None
 
 
-def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor, tokens: Tensor) -> Score:
-    """Score log-probabilities `other` against `native`, (N, vocabulary) each, on the true `tokens` (N,)."""
+def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor, tokens: Tensor) -> DocumentScore:
+    """DocumentScore log-probabilities `other` against `native`, (N, vocabulary) each, on the true `tokens` (N,)."""
     losses = [-log_probs.gather(1, tokens[:, None]).mean() for log_probs in (native, other)]
-    return Score(
+    return DocumentScore(
         arm,
         document,
         length,
@@ -65,16 +65,16 @@ def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor,
     )
 
 
-def summarise(scores: Iterable[Score], arms: Iterable[str]) -> tuple[ArmScore, ...]:
+def summarise(scores: Iterable[DocumentScore], arms: Iterable[str]) -> tuple[ArmScore, ...]:
     """One row an arm, in the order of `arms`: means over documents at each length, then over lengths."""
-    by_arm: dict[str, list[Score]] = defaultdict(list)
+    by_arm: dict[str, list[DocumentScore]] = defaultdict(list)
     for score in scores:
         by_arm[score.arm].append(score)
     return tuple(_row(arm, by_arm[arm]) for arm in arms if by_arm[arm])
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedRatio:
     """One mapper's perplexity over another's, on the same documents: the mean as `summarise` takes it, and its 95%
     interval. `ratios` are by document and prefix length."""
 
@@ -90,7 +90,7 @@ class Paired:
         return len({document for document, _ in self.ratios}) < 2 or self.low <= 1 <= self.high
 
 
-def paired(arm: str, ours: Iterable[Score], theirs: Iterable[Score]) -> Paired:
+def paired(arm: str, ours: Iterable[DocumentScore], theirs: Iterable[DocumentScore]) -> PairedRatio:
     """Compare what two mappers score in one arm, where both were scored."""
     other = {(score.document, score.length): score.log_ratio for score in theirs if score.arm == arm}
     mine = [score for score in ours if score.arm == arm and (score.document, score.length) in other]
@@ -98,10 +98,10 @@ def paired(arm: str, ours: Iterable[Score], theirs: Iterable[Score]) -> Paired:
     table = _table(mine, differences)
     low, high = _interval(table)
     ratios = {(each.document, each.length): math.exp(d) for each, d in zip(mine, differences, strict=True)}
-    return Paired(arm, _mean_exp(table), low, high, ratios)
+    return PairedRatio(arm, _mean_exp(table), low, high, ratios)
 
 
-def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
+def attention_of(verdicts: Iterable[PrefixScores]) -> tuple[LayerCosine, ...]:
     """A row a layer; none if no attention was watched."""
     found = [verdict.attention.cosines for verdict in verdicts if verdict.attention]
     if not found:
@@ -113,7 +113,7 @@ def attention_of(verdicts: Iterable[Verdict]) -> tuple[LayerCosine, ...]:
     )
 
 
-def distances_of(verdicts: Iterable[Verdict]) -> tuple[DistanceCosine, ...]:
+def distances_of(verdicts: Iterable[PrefixScores]) -> tuple[DistanceCosine, ...]:
     """A row a span, nearest first; a mean over those prefixes that reach so far."""
     found: dict[str, list[float]] = defaultdict(list)
     for verdict in verdicts:
@@ -123,7 +123,7 @@ def distances_of(verdicts: Iterable[Verdict]) -> tuple[DistanceCosine, ...]:
     return tuple(DistanceCosine(distance=name, mean=round(mean, 6)) for name, mean in means.items())
 
 
-def greedy_of(verdicts: Iterable[Verdict], tokens: int) -> GreedyScore | None:
+def greedy_of(verdicts: Iterable[PrefixScores], tokens: int) -> GreedyScore | None:
     """Over all free generations of `tokens` tokens; None if there were none."""
     found = [verdict.greedy for verdict in verdicts if verdict.greedy is not None]
     if not found:
@@ -136,7 +136,7 @@ def greedy_of(verdicts: Iterable[Verdict], tokens: int) -> GreedyScore | None:
     )
 
 
-def _row(arm: str, scores: list[Score]) -> ArmScore:
+def _row(arm: str, scores: list[DocumentScore]) -> ArmScore:
     low, high = _interval(_table(scores, [score.log_ratio for score in scores]))
     kl = torch.cat([score.kl for score in scores])
     return ArmScore(
@@ -151,7 +151,7 @@ def _row(arm: str, scores: list[Score]) -> ArmScore:
     )
 
 
-def _table(scores: list[Score], figures: list[float]) -> Tensor:
+def _table(scores: list[DocumentScore], figures: list[float]) -> Tensor:
     """(documents, lengths), NaN where a document was not scored at a length."""
     rows = {document: row for row, document in enumerate(dict.fromkeys(score.document for score in scores))}
     columns = {length: column for column, length in enumerate(dict.fromkeys(score.length for score in scores))}

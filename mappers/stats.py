@@ -274,7 +274,7 @@ class Batch:
         return self.count - begin
 
 
-class Gathered:
+class RowAccumulator:
     """Rows x (p,), y (q,) of any float dtype, `fold`ed to moments when they grow too many.
 
     While `moments` are None, `batches` hold all rows as they came; the first `select` takes their means off.

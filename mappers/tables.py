@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mappers.diagnose import Row
+from mappers.diagnose import PartScore
 from mappers.manifest import ArmScore, Evaluation
-from mappers.report import Judged
+from mappers.report import EvaluatedBundle
 from mappers.speed import Speed
 
 FIGURES = f"{'ppl ratio':>10}  {'95% interval':<16}{'top-1':>7}{'KL mean':>9}{'KL p95':>9}{'documents':>11}"
@@ -34,14 +34,14 @@ def evaluation_table(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def diagnosis_table(rows: Sequence[Row]) -> str:
+def diagnosis_table(rows: Sequence[PartScore]) -> str:
     """What mapping each part alone costs."""
     lines = [f"{'mapped alone':<24}{FIGURES}"]
     lines += [_row(f"{row.by:<10}{row.part:<14}", row.score) for row in rows]
     return "\n".join(lines)
 
 
-def comparison(judged: Sequence[Judged]) -> str:
+def comparison(judged: Sequence[EvaluatedBundle]) -> str:
     """A line a bundle: quality as served, size, the map's time and what it makes of the processor."""
     width = max(len(each.name) for each in judged) + 2
     lines = [
@@ -67,7 +67,7 @@ def speed_table(measured: Sequence[tuple[str, str, Speed]]) -> str:
     return "\n".join(lines)
 
 
-def _compared(each: Judged, width: int) -> str:
+def _compared(each: EvaluatedBundle, width: int) -> str:
     hybrid, mapped = each.evaluation.arm("hybrid"), each.evaluation.arm("mapped")
     cells = [f"{each.name:<{width}}{each.mapper.manifest.method:<12}"]
     if hybrid:

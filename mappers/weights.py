@@ -29,7 +29,7 @@ def stored(layer: int, kind: Kind, solution: Solution, precision: Precision) -> 
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeOutput:
     """One output as a bundle holds it: output = features of `blocks` @ weight @ up + bias, in float64.
 
     `up` is None unless the weight is stored as two factors.
@@ -41,7 +41,7 @@ class Whole:
     up: Tensor | None = None
 
     @classmethod
-    def of(cls, mapper: Mapper, layer: int, kind: Kind) -> Whole:
+    def of(cls, mapper: Mapper, layer: int, kind: Kind) -> WholeOutput:
         spec = mapper.manifest.layers[layer].of(kind)
         blocks = spec.blocks
         if spec.method == COPY:
@@ -61,9 +61,9 @@ class Whole:
         return self.weight[at * width : (at + 1) * width]
 
     @property
-    def multiplied(self) -> Whole:
+    def multiplied(self) -> WholeOutput:
         """With a single matrix."""
-        return self if self.up is None else Whole(self.blocks, self.weight @ self.up, self.bias)
+        return self if self.up is None else WholeOutput(self.blocks, self.weight @ self.up, self.bias)
 
 
 def layout_of(mapper: Mapper) -> Layout:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from mappers.manifest import Gate
+from mappers.manifest import QualityGate
 from workers.api.schemas import ShadowInfo
 
 RETURN_MARGIN = 0.2  # of what a gate allows
@@ -27,7 +27,7 @@ class Comparison:
         return self.kl_sum / self.num_tokens
 
 
-def stricter(gate: Gate) -> Gate:
+def stricter(gate: QualityGate) -> QualityGate:
     """What a bundle that was switched off must reach to be used again: less than what its gate allows, so that one on
     the edge does not go on and off."""
     allowed = 1 - RETURN_MARGIN
@@ -42,7 +42,7 @@ def stricter(gate: Gate) -> Gate:
 class Window:
     """The last `num_answers` comparisons of one bundle, against a gate; with `each_text_once`, the last of each."""
 
-    def __init__(self, gate: Gate, num_answers: int, *, each_text_once: bool = False):
+    def __init__(self, gate: QualityGate, num_answers: int, *, each_text_once: bool = False):
         self._gate = gate
         self._size = num_answers
         self._each_text_once = each_text_once

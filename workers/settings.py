@@ -37,7 +37,7 @@ class SettingsError(Exception):
 
 class Gate(BaseModel):
     """What a bundle's evaluation must reach to be used, and the protocol that it must have gone by. A bound that is
-    not set is the bundle's own, or else the default of `mappers.manifest.Gate`."""
+    not set is the bundle's own, or else the default of `mappers.manifest.QualityGate`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

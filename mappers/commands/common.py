@@ -19,7 +19,7 @@ import torch
 
 from mappers.data import Conversation, Split, check_found, documents, stream_conversations
 from mappers.errors import MapperError
-from mappers.families import Family
+from mappers.families import ModelFamily
 from mappers.models import LOADED, load_tokenizer
 
 EVERY_S = 5.0
@@ -66,7 +66,7 @@ def check_device(name: str) -> None:
         raise MapperError(f"device is {name!r}; allowed here: {', '.join(allowed)}")
 
 
-def pair_of_family(family: Family, options: argparse.Namespace) -> Pair:
+def pair_of_family(family: ModelFamily, options: argparse.Namespace) -> Pair:
     """The family's own models and text, prepared; `--data` replaces the text."""
     corpus, conversations = _data(options.data) if options.data else (family.corpus, family.conversations)
     family.prepare(say)

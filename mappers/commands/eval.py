@@ -1,4 +1,4 @@
-"""Judge a bundle on the fixed quality protocol, beside its controls; or several side by side.
+"""AttentionJudge a bundle on the fixed quality protocol, beside its controls; or several side by side.
 
 kvrelay eval smol
 kvrelay eval smol --diagnose
@@ -34,14 +34,14 @@ from mappers.commands.common import (
     say,
     write,
 )
-from mappers.diagnose import Row, diagnose
+from mappers.diagnose import PartScore, diagnose
 from mappers.errors import MapperError
 from mappers.evaluate import evaluate_all
 from mappers.families import find_family
 from mappers.fingerprint import default_cache_folder, fingerprint, tokenizer_digest
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
-from mappers.protocol import Protocol
+from mappers.protocol import QualityProtocol
 from mappers.speed import measure
 from mappers.tables import comparison, diagnosis_table, evaluation_table
 
@@ -69,7 +69,7 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    fixed = Protocol()
+    fixed = QualityProtocol()
     parser = argparse.ArgumentParser(
         prog="kvrelay eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,8 +131,8 @@ def _models(pair: Pair, mappers: Sequence[Mapper], device: str, dtype: str) -> t
     return load_model(folders[0], device, dtype), load_model(folders[1], device, dtype)
 
 
-def _protocol(options: argparse.Namespace, documents: int) -> Protocol:
-    return Protocol(
+def _protocol(options: argparse.Namespace, documents: int) -> QualityProtocol:
+    return QualityProtocol(
         lengths=options.lengths,
         num_documents=documents if options.documents is None else options.documents,
         head=options.head,
@@ -149,10 +149,10 @@ def _evaluate(
     models: tuple[Any, Any],
     pair: Pair,
     options: argparse.Namespace,
-    rows: list[Row],
+    rows: list[PartScore],
 ) -> None:
     """Every verdict is kept until all that was asked for is written."""
-    protocol = _protocol(options, Protocol().num_documents)
+    protocol = _protocol(options, QualityProtocol().num_documents)
     arms = options.arms or (ARMS if len(mappers) == 1 else ESSENTIAL)
     keep = _keep(mappers, protocol, arms, options.dtype)
     with resumable(keep):
@@ -168,7 +168,7 @@ def _evaluate(
         )
         timed = options.table or options.html or options.json or options.write or len(mappers) > 1
         judged = [
-            report.Judged(name, mapper, evaluation, measure(mapper) if timed else None)
+            report.EvaluatedBundle(name, mapper, evaluation, measure(mapper) if timed else None)
             for name, mapper, evaluation in zip(options.bundles, mappers, evaluations, strict=True)
         ]
         _tell(judged, folders, pair, options, rows)
@@ -177,7 +177,11 @@ def _evaluate(
 
 
 def _tell(
-    judged: list[report.Judged], folders: list[str], pair: Pair, options: argparse.Namespace, rows: list[Row]
+    judged: list[report.EvaluatedBundle],
+    folders: list[str],
+    pair: Pair,
+    options: argparse.Namespace,
+    rows: list[PartScore],
 ) -> None:
     """To the user first, then to the bundles."""
     print(comparison(judged) if options.table or len(judged) > 1 else evaluation_table(judged[0].evaluation))
@@ -191,7 +195,7 @@ def _tell(
             _store(folder, each, rows)
 
 
-def _keep(mappers: Sequence[Mapper], protocol: Protocol, arms: Sequence[str], dtype: str) -> Path | None:
+def _keep(mappers: Sequence[Mapper], protocol: QualityProtocol, arms: Sequence[str], dtype: str) -> Path | None:
     """The file that holds the verdicts of this very evaluation until it is done; None where none can be written."""
     asked = [[mapper.bundle_id for mapper in mappers], vars(protocol), arms, dtype]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
@@ -207,14 +211,14 @@ def _keep(mappers: Sequence[Mapper], protocol: Protocol, arms: Sequence[str], dt
     return file
 
 
-def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: argparse.Namespace) -> list[Row]:
+def _diagnosed(mapper: Mapper, models: tuple[Any, Any], pair: Pair, options: argparse.Namespace) -> list[PartScore]:
     protocol = _protocol(options, DIAGNOSED)
     rows = diagnose(mapper, *models, pair.documents("tune"), protocol, Meter("documents"))
     print(diagnosis_table(rows))
     return rows
 
 
-def _diagnosis(rows: list[Row], pair: Pair) -> dict[str, Any]:
+def _diagnosis(rows: list[PartScore], pair: Pair) -> dict[str, Any]:
     return {"data": f"{pair.corpus}, split tune", "rows": report.told(rows)}
 
 
@@ -222,7 +226,7 @@ def _as_json(told: dict[str, Any]) -> str:
     return json.dumps(told, indent=1) + "\n"
 
 
-def _store(folder: str, judged: report.Judged, rows: list[Row]) -> None:
+def _store(folder: str, judged: report.EvaluatedBundle, rows: list[PartScore]) -> None:
     """Into the bundle, with a page of its own; the bundle is told by its folder's name, wherever that was."""
     page = report.page([replace(judged, name=Path(folder).absolute().name)], rows)
     update(folder, evaluation=judged.evaluation, report=page)

@@ -36,10 +36,10 @@ from mappers.commands.common import (
     say,
 )
 from mappers.errors import CalibrationTooSmall, MapperError
-from mappers.families import Family, find_family
+from mappers.families import ModelFamily, find_family
 from mappers.fingerprint import read_config
 from mappers.fit import DEFAULT_HEAD, DEFAULT_LAYERS, Layers, check_enough, check_settings, fit
-from mappers.manifest import Gate, Manifest, Precision
+from mappers.manifest import Manifest, Precision, QualityGate
 from mappers.methods import Method
 from mappers.model_config import config_of, geometry_of
 from mappers.models import local_folder
@@ -59,7 +59,7 @@ def _fit(options: argparse.Namespace) -> None:
     out = _out(options, family)
     _check(method, out, options)
     pair = pair_of_family(family, options) if family else pair_of_options(options)
-    planned = Planned.of(pair, method, options.layers, _reading(method, options), options.tokens)
+    planned = FitPlan.of(pair, method, options.layers, _reading(method, options), options.tokens)
     say(planned.told(options.tokens))
     checkpoint = _checkpoint(out, options)
     # 2. A fit that is broken off leaves what was read.
@@ -159,7 +159,7 @@ def _method_options(options: argparse.Namespace) -> dict[str, Any]:
     return {} if options.rank is None else {"rank": options.rank}
 
 
-def _out(options: argparse.Namespace, family: Family | None) -> Path:
+def _out(options: argparse.Namespace, family: ModelFamily | None) -> Path:
     if options.out is not None:
         return Path(options.out)
     if family is None:
@@ -221,10 +221,10 @@ def _checkpoint(out: Path, options: argparse.Namespace) -> Path | None:
     return file
 
 
-def _gate(options: argparse.Namespace) -> Gate | None:
+def _gate(options: argparse.Namespace) -> QualityGate | None:
     given = {name: getattr(options, name) for name in ("max_ppl_ratio", "min_top1", "lengths", "min_documents")}
     given = {name: value for name, value in given.items() if value is not None}
-    return Gate(**given) if given else None
+    return QualityGate(**given) if given else None
 
 
 def _judging(out: Path, options: argparse.Namespace) -> str:
@@ -259,7 +259,7 @@ def _output(spec: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Planned:
+class FitPlan:
     """Documents for two models to read, and the memory that statistics of them take at most."""
 
     documents: list[list[int]]
@@ -267,7 +267,7 @@ class Planned:
     statistics_bytes: int
 
     @classmethod
-    def of(cls, pair: Pair, method: Method, layers: Layers, reading: Reading, num_tokens: int) -> Planned:
+    def of(cls, pair: Pair, method: Method, layers: Layers, reading: Reading, num_tokens: int) -> FitPlan:
         """The first documents of the calibration split, of so many tokens if there are as many.
 
         Raises `CalibrationTooSmall` for fewer than `method` needs to map this pair, `DataUnreadable` for none.

@@ -14,7 +14,7 @@ __all__ = ["METHODS", "Layout", "Method", "Solution", "get"]
 METHODS = {
     "hidden": "mappers.methods.hidden:Hidden",
     "identity": "mappers.methods.identity:Identity",
-    "lowrank": "mappers.methods.lowrank:LowRank",
+    "lowrank": "mappers.methods.lowrank:LowRankRidge",
     "procrustes": "mappers.methods.procrustes:Procrustes",
     "ridge": "mappers.methods.ridge:Ridge",
     "ridge-head": "mappers.methods.ridge_head:RidgeHead",

@@ -72,7 +72,7 @@ class Solution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factored(Solution):
+class FactoredSolution(Solution):
     """weight = down @ up; down (p, r), up (r, q)."""
 
     down: Tensor
@@ -86,7 +86,7 @@ class Factored(Solution):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadMatched(Solution):
+class HeadMatchedSolution(Solution):
     """Each target head from one source head of every block: `heads[t][b]` for target head t, block b.
 
     `blocks` (target heads, blocks * source_dim, target_dim) are what is not zero of the weight.
@@ -99,7 +99,7 @@ class HeadMatched(Solution):
     @classmethod
     def of(
         cls, layout: Layout, heads: Heads, blocks: Tensor, moments: Moments, ridge: float | None = None
-    ) -> HeadMatched:
+    ) -> HeadMatchedSolution:
         """The solution with these blocks, its bias from the means of `moments`."""
         weight = spread(layout, heads, blocks)
         return cls(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mappers.errors import MapperError
-from mappers.methods.base import Factored, Layout, Method, Solution
+from mappers.methods.base import FactoredSolution, Layout, Method, Solution
 from mappers.methods.ridge import RIDGES, Ridge
 from mappers.stats import Moments
 
 
 @dataclass(frozen=True)
-class LowRank(Method):
+class LowRankRidge(Method):
     """Reduced-rank regression (Izenman 1975) of a ridge solution B, stored and applied as two factors.
 
         down = B V_r,    up = V_r',    V_r the first r eigenvectors of B'X'Y
@@ -72,7 +72,7 @@ def _cut(full: Solution, directions: Tensor, rank: int, train: Moments) -> Solut
     up = directions[:, :rank].T.contiguous()
     down = full.weight @ up.T
     weight = down @ up
-    return Factored(weight, train.mean_y - train.mean_x @ weight, full.ridge, down=down, up=up)
+    return FactoredSolution(weight, train.mean_y - train.mean_x @ weight, full.ridge, down=down, up=up)
 
 
 def _losses(full: Solution, directions: Tensor, train: Moments, judged: Moments) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mappers.errors import GeometryMismatch
-from mappers.methods.base import HeadMatched, Layout, Method, Solution, head_columns
+from mappers.methods.base import HeadMatchedSolution, Layout, Method, Solution, head_columns
 from mappers.stats import Moments
 
 
@@ -37,14 +37,14 @@ class Procrustes(Method):
         return _by_head(train, layout)
 
 
-def _by_head(train: Moments, layout: Layout) -> HeadMatched:
+def _by_head(train: Moments, layout: Layout) -> HeadMatchedSolution:
     heads, blocks = [], []
     for xy in train.xy.tensor_split(train.num_targets // layout.target_dim, dim=1):
         found = [_rotation(xy[head_columns(layout, [head])]) for head in range(layout.source_heads)]
         best = max(range(layout.source_heads), key=lambda head: found[head][1])
         heads.append([best])
         blocks.append(found[best][0])
-    return HeadMatched.of(layout, heads, torch.stack(blocks), train)
+    return HeadMatchedSolution.of(layout, heads, torch.stack(blocks), train)
 
 
 def _rotation(xy: Tensor) -> tuple[Tensor, float]:

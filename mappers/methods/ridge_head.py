@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mappers.methods.base import TINY, HeadMatched, Heads, Layout, Method, Solution, head_columns
+from mappers.methods.base import TINY, HeadMatchedSolution, Heads, Layout, Method, Solution, head_columns
 from mappers.methods.ridge import RIDGES, Ridge, solve_penalised
 from mappers.stats import Moments
 
@@ -71,10 +71,10 @@ class RidgeHead(Method):
         return 1 - lost / judged.yy.view(-1, layout.target_dim).sum(1).clamp_min(TINY)
 
 
-def _joined(train: Moments, layout: Layout, heads: Heads, ridge: float) -> HeadMatched:
+def _joined(train: Moments, layout: Layout, heads: Heads, ridge: float) -> HeadMatchedSolution:
     blocks, gram = [], train.gram()
     for target, chosen in enumerate(heads):
         columns = head_columns(layout, chosen).to(gram.device)
         right = train.xy[columns, target * layout.target_dim : (target + 1) * layout.target_dim]
         blocks.append(solve_penalised(gram[columns[:, None], columns], right, ridge, train.resolution))
-    return HeadMatched.of(layout, heads, torch.stack(blocks), train, ridge)
+    return HeadMatchedSolution.of(layout, heads, torch.stack(blocks), train, ridge)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.peer_kvbridge import forward_clock, main, told, verdict
-from mappers.scores import Score, paired
+from mappers.scores import DocumentScore, paired
 from tests.mappers.pairs import llama
 
 
@@ -16,9 +16,10 @@ def test_a_folder_without_the_peer_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert f"{tmp_path} is no checkout of kvbridge" in capsys.readouterr().err
 
 
-def scores(losses: dict[tuple[int, int], float], arm: str = "hybrid") -> list[Score]:
+def scores(losses: dict[tuple[int, int], float], arm: str = "hybrid") -> list[DocumentScore]:
     return [
-        Score(arm, document, length, loss, top1=1.0, kl=torch.zeros(1)) for (document, length), loss in losses.items()
+        DocumentScore(arm, document, length, loss, top1=1.0, kl=torch.zeros(1))
+        for (document, length), loss in losses.items()
     ]
 
 

@@ -13,25 +13,25 @@ from safetensors.torch import load_file, save_file
 
 import mappers
 from mappers.errors import FingerprintMismatch, UnknownFamily
-from mappers.families import Family, find_family
+from mappers.families import ModelFamily, find_family
 from mappers.fingerprint import RECIPE_FILE, file_digest
 
 
 @pytest.fixture(scope="module", params=["smol", "tiny"])
-def family(request: pytest.FixtureRequest) -> Family:
+def family(request: pytest.FixtureRequest) -> ModelFamily:
     made = find_family(request.param)
     made.prepare(lambda _: None)
     return made
 
 
 @pytest.fixture(scope="module")
-def smol() -> Family:
+def smol() -> ModelFamily:
     made = find_family("smol")
     made.prepare(lambda _: None)
     return made
 
 
-def test_a_bundle_is_for_the_models_of_its_family_and_passes_its_gate(family: Family) -> None:
+def test_a_bundle_is_for_the_models_of_its_family_and_passes_its_gate(family: ModelFamily) -> None:
     mapper = mappers.load(family.bundle)
     mapper.check(mappers.fingerprint(family.source), mappers.fingerprint(family.target))
     assert mapper.refusal() is None
@@ -47,7 +47,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         find_family("smoll")
 
 
-def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: Family) -> None:
+def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily) -> None:
     with (
         safe_open(smol.source / "model.safetensors", framework="pt") as small,
         safe_open(smol.target / "model.safetensors", framework="pt") as large,
@@ -59,7 +59,7 @@ def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: Family) -> N
     assert json.loads((smol.source / "config.json").read_text())["num_hidden_layers"] == 24
 
 
-def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: Family, tmp_path: Path) -> None:
+def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: ModelFamily, tmp_path: Path) -> None:
     """One weight moved by one unit in the last place, as another processor might have computed it."""
     folder = tmp_path / "smol-small"
     shutil.copytree(smol.source, folder)

@@ -15,9 +15,9 @@ from mappers import (
     BundleCorrupt,
     Evaluation,
     FingerprintMismatch,
-    Gate,
     Mapper,
     MapperError,
+    QualityGate,
     TokenizerMismatch,
     load,
     load_manifest,
@@ -156,10 +156,10 @@ def test_copied_layers_store_nothing(sibling_mapper: Mapper, tmp_path: Path) -> 
 
 def test_an_evaluation_is_stored_and_keeps_the_id(bundle: Path) -> None:
     before = load(bundle).bundle_id
-    update(bundle, evaluation=evaluation(), gate=Gate(max_ppl_ratio=3))
+    update(bundle, evaluation=evaluation(), gate=QualityGate(max_ppl_ratio=3))
     after = load(bundle)
     assert after.bundle_id == before and len(before) == 16
-    assert after.manifest.evaluation == evaluation() and after.manifest.gate == Gate(max_ppl_ratio=3)
+    assert after.manifest.evaluation == evaluation() and after.manifest.gate == QualityGate(max_ppl_ratio=3)
 
 
 def test_a_report_stands_beside_the_evaluation_and_is_verified_with_it(bundle: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_report_stands_beside_the_evaluation_and_is_verified_with_it(bundle: P
     update(bundle, evaluation=evaluation(), report="<html>ä</html>")
     assert verify(bundle).bundle_id == load_manifest(bundle).bundle_id
     assert (bundle / REPORT).read_text() == "<html>ä</html>"
-    update(bundle, gate=Gate(max_ppl_ratio=3))
+    update(bundle, gate=QualityGate(max_ppl_ratio=3))
     verify(bundle)
     (bundle / REPORT).write_text("<html>a</html>")
     load(bundle)  # what is served does not depend on it
@@ -236,15 +236,20 @@ def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
         (evaluation(1.25, 0.80), None, {}, None),
         (evaluation(1.26, 0.9), None, {}, "perplexity ratio 1.260 is over the gate's 1.25"),
         (evaluation(1.0, 0.79), None, {}, "top-1 agreement 0.790 is below the gate's 0.8"),
-        (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {}, None),
-        (evaluation(1.5, 0.5), Gate(max_ppl_ratio=2, min_top1=0.4), {"max_ppl_ratio": 1.2}, "over the gate's 1.2"),
+        (evaluation(1.5, 0.5), QualityGate(max_ppl_ratio=2, min_top1=0.4), {}, None),
+        (
+            evaluation(1.5, 0.5),
+            QualityGate(max_ppl_ratio=2, min_top1=0.4),
+            {"max_ppl_ratio": 1.2},
+            "over the gate's 1.2",
+        ),
         (evaluation(1.1, 0.9), None, {"min_top1": 0.95}, "below the gate's 0.95"),
         (evaluation(documents=4), None, {}, "judged on 4 documents at prefix length 384; the gate asks for "),
-        (evaluation(documents=4), Gate(min_documents=4), {}, None),
+        (evaluation(documents=4), QualityGate(min_documents=4), {}, None),
         (evaluation(documents=4), None, {"min_documents": 3}, None),
         (evaluation(documents=9), None, {"min_documents": 50}, "the gate asks for 50"),
         (evaluation(lengths=(384, 1024)), None, {}, "judged on 0 documents at prefix length 2048"),
-        (evaluation(lengths=(384, 1024)), Gate(lengths=(1024, 384)), {}, None),
+        (evaluation(lengths=(384, 1024)), QualityGate(lengths=(1024, 384)), {}, None),
         (evaluation(lengths=(80, 384, 1024, 2048)), None, {}, "judged at prefix length 80 too; the gate asks for 384"),
         (evaluation(lengths=(384, 1024, 2048, 4096)), None, {}, None),
         (evaluation(scored=127), None, {}, "judged on 127 tokens behind a prefix; the gate asks for 128"),
@@ -254,7 +259,7 @@ def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
     ],
 )
 def test_the_gate(
-    twin_mapper: Mapper, judged: Evaluation | None, gate: Gate | None, asked: dict[str, Any], refusal: str | None
+    twin_mapper: Mapper, judged: Evaluation | None, gate: QualityGate | None, asked: dict[str, Any], refusal: str | None
 ) -> None:
     manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
     mapper = Mapper(manifest, twin_mapper.weights)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from mappers import Mapper, fit
-from mappers.checkpoint import Checkpoint, Saved
+from mappers.checkpoint import Checkpoint, CheckpointState
 from mappers.collect import put_off
 from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, DataUnreadable, MapperError
-from mappers.stats import BATCH, Gathered
+from mappers.stats import BATCH, RowAccumulator
 
 
 class Killed(Exception):
@@ -114,9 +114,9 @@ def test_an_interrupt_waits_for_what_must_not_be_left_half_done() -> None:
 
 def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
-    checkpoint.save(Saved({"x": torch.ones(3)}, {"num_documents": 1}))
+    checkpoint.save(CheckpointState({"x": torch.ones(3)}, {"num_documents": 1}))
     with without_room(), pytest.raises(MapperError, match="cannot write .*partial: "):
-        checkpoint.save(Saved({"x": torch.ones(100_000)}, {"num_documents": 2}))
+        checkpoint.save(CheckpointState({"x": torch.ones(100_000)}, {"num_documents": 2}))
     saved = checkpoint.load()
     assert saved is not None and saved.num_documents == 1
     assert [path.name for path in tmp_path.iterdir()] == ["partial"]
@@ -139,14 +139,14 @@ def without_room() -> Iterator[None]:
 def test_what_was_gathered_goes_on_to_the_last_bit(tmp_path: Path, is_folded: bool) -> None:
     x, y = torch.randn(3 * BATCH, 6), torch.randn(3 * BATCH, 2)
     weights = torch.rand(3 * BATCH, dtype=torch.float64)
-    whole, begun, resumed = Gathered(6, 2), Gathered(6, 2), Gathered(6, 2)
+    whole, begun, resumed = RowAccumulator(6, 2), RowAccumulator(6, 2), RowAccumulator(6, 2)
     for gathered in (whole, begun):
         gathered.update(x[:BATCH], y[:BATCH], weights[:BATCH])
         if is_folded:
             gathered.fold()
         gathered.update(x[BATCH : 2 * BATCH + 300], y[BATCH : 2 * BATCH + 300], weights[BATCH : 2 * BATCH + 300])
     checkpoint = Checkpoint(tmp_path / "partial", {})
-    checkpoint.save(Saved.of([begun], CopyFinder({}), 1, 2, "0"))
+    checkpoint.save(CheckpointState.of([begun], CopyFinder({}), 1, 2, "0"))
     assert checkpoint.path.stat().st_mode & 0o777 == 0o600
     saved = checkpoint.load()
     assert saved is not None
@@ -162,11 +162,11 @@ def test_what_was_gathered_goes_on_to_the_last_bit(tmp_path: Path, is_folded: bo
 
 def test_statistics_of_an_older_version_are_read(tmp_path: Path) -> None:
     """They hold moments alone, of float64 products."""
-    gathered, resumed = Gathered(6, 2), Gathered(6, 2)
+    gathered, resumed = RowAccumulator(6, 2), RowAccumulator(6, 2)
     gathered.update(torch.randn(50, 6, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64))
     gathered.fold()
-    saved = Saved.of([gathered], CopyFinder({}), 1, 2, "0")
-    Saved(saved.tensors, {"counts": [saved.facts["counts"][0][:3]]}).fill([resumed])
+    saved = CheckpointState.of([gathered], CopyFinder({}), 1, 2, "0")
+    CheckpointState(saved.tensors, {"counts": [saved.facts["counts"][0][:3]]}).fill([resumed])
     assert torch.equal(resumed.fold().gram(), gathered.fold().gram())
     assert (resumed.count, resumed.fold().resolution) == (50, gathered.fold().resolution)
 
@@ -243,16 +243,16 @@ def test_nobody_else_can_look_while_it_is_written(tmp_path: Path) -> None:
     left = tmp_path / "partial.new"  # by a run that was killed
     left.touch(mode=0o644)
     looking = Looking(left)
-    Checkpoint(tmp_path / "partial", {}).save(Saved(looking, {}))
+    Checkpoint(tmp_path / "partial", {}).save(CheckpointState(looking, {}))
     assert looking.modes == [0o600]
     assert (tmp_path / "partial").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failed_save_leaves_what_was_saved_before(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
-    checkpoint.save(Saved({"x": torch.ones(3)}, {"num_documents": 1}))
+    checkpoint.save(CheckpointState({"x": torch.ones(3)}, {"num_documents": 1}))
     with pytest.raises(ValueError, match="non contiguous"):
-        checkpoint.save(Saved({"x": torch.ones(3, 2).T}, {"num_documents": 2}))
+        checkpoint.save(CheckpointState({"x": torch.ones(3, 2).T}, {"num_documents": 2}))
     saved = checkpoint.load()
     assert saved is not None and saved.num_documents == 1
     assert [path.name for path in tmp_path.iterdir()] == ["partial"]

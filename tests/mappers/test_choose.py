@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
-from mappers.attention import NEAR, Judge
+from mappers.attention import NEAR, AttentionJudge
 from mappers.choose import COLUMNS, RIDGE, Chooser, forward_path, greedy_path, rank
 from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
 from mappers.manifest import Block
@@ -185,13 +185,13 @@ def test_a_greedy_path_ends_where_the_error_no_longer_falls() -> None:
 
 
 @pytest.fixture(scope="module")
-def judge(folders: dict[str, Path]) -> Judge:
+def judge(folders: dict[str, Path]) -> AttentionJudge:
     model = load_model(folders["large"])
-    return Judge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, 100), 4)
+    return AttentionJudge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, 100), 4)
 
 
 @pytest.mark.parametrize("kind", ["keys", "values"])
-def test_attention_over_its_own_states_has_no_error(judge: Judge, kind: Any) -> None:
+def test_attention_over_its_own_states_has_no_error(judge: AttentionJudge, kind: Any) -> None:
     width = KV_HEADS * HEAD_DIM
     exact = Solution(torch.eye(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64))
     noisy = Solution(exact.weight + 0.1 * noise(width, width), exact.bias)
@@ -203,7 +203,7 @@ def test_attention_over_its_own_states_has_no_error(judge: Judge, kind: Any) -> 
 def test_documents_without_anything_far_enough_to_be_mapped_are_refused(folders: dict[str, Path]) -> None:
     model = load_model(folders["large"])
     with pytest.raises(CalibrationTooSmall, match=f"no held-out document of more than {NEAR + 4} tokens"):
-        Judge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, NEAR + 4), 4)
+        AttentionJudge((model, model), (Rope.of(model), Rope.of(model)), random_documents(2, NEAR + 4), 4)
 
 
 @pytest.mark.parametrize("kind", ["keys", "values"])
@@ -212,7 +212,7 @@ def test_the_head_and_what_is_near_is_native(folders: dict[str, Path], kind: Any
     model = load_model(folders["large"])
     (document,) = random_documents(1, NEAR + 5)
     width = KV_HEADS * HEAD_DIM
-    judge = Judge((model, model), (Rope.of(model), Rope.of(model)), [document], 4)
+    judge = AttentionJudge((model, model), (Rope.of(model), Rope.of(model)), [document], 4)
     plain = Rope.of(model).stripped(read(model, document))
     mapped = plain.of(kind)[1][:, 4].flatten().double()
     right = Solution(torch.zeros(width, width, dtype=torch.float64), mapped)  # for token 4, and for no other
@@ -228,7 +228,7 @@ def test_choosing_by_attention_is_at_least_as_good_by_attention(
     models = load_model(folders["other"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
     held_out = [ids for i, ids in enumerate(documents) if i % HELD_OUT_EVERY == 1]
-    judge = Judge(models, ropes, held_out, 4)
+    judge = AttentionJudge(models, ropes, held_out, 4)
     found = {}
     for way in ("top", "forward", "attention"):
         mapper = fit(folders["other"], folders["large"], documents, choose=way, **given)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from mappers import Gate, Protocol, load, load_manifest, report
+from mappers import QualityGate, QualityProtocol, load, load_manifest, report
 from mappers.bundle import REPORT, update
 from mappers.commands import bundle, eval, fit
 from mappers.data import documents, read_conversations
@@ -51,7 +51,7 @@ def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pyt
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
     assert manifest.calibration.name == "talks.jsonl, split calibrate"
-    assert manifest.gate == Gate(max_ppl_ratio=3, min_top1=0.80, lengths=(40, 60), min_documents=3)
+    assert manifest.gate == QualityGate(max_ppl_ratio=3, min_top1=0.80, lengths=(40, 60), min_documents=3)
     assert manifest.precision == "float32" and manifest.target.tokenizer_digest is not None
 
 
@@ -113,7 +113,7 @@ def test_eval_stores_what_the_gate_reads(workplace: Path, tmp_path: Path, capsys
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
     told = capsys.readouterr().err
     assert "judged on 0 documents at prefix length 384; the gate asks for" in told  # a shortened protocol
-    own = Gate(max_ppl_ratio=50, min_top1=0, lengths=(40, 60), min_documents=3, min_scored=8)
+    own = QualityGate(max_ppl_ratio=50, min_top1=0, lengths=(40, 60), min_documents=3, min_scored=8)
     update(tmp_path / "b", gate=own)
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is whole; it passes its gate" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_eval_diagnoses_on_the_tune_split_only(
     talks = read_conversations(workplace / "talks.jsonl")
     tune = documents(talks, "tune", load_tokenizer(workplace / "large"))
     models = load_model(workplace / "small"), load_model(workplace / "large")
-    rows = diagnose(load(folder), *models, tune, Protocol((40, 60), 3, tail=8, scored=8))
+    rows = diagnose(load(folder), *models, tune, QualityProtocol((40, 60), 3, tail=8, scored=8))
     assert told["data"] == "talks.jsonl, split tune" and told["rows"] == report.told(rows)
     assert "layers    2-2" in capsys.readouterr().out and load_manifest(folder).evaluation is None
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Mapper, Protocol, UnsupportedModel, evaluate
+from mappers import Mapper, QualityProtocol, UnsupportedModel, evaluate
 from mappers.arms import agreement
 from mappers.attention import compared
 from mappers.cache import KVCache
@@ -78,7 +78,7 @@ def test_agreement_counts_equal_places() -> None:
 def test_an_exact_map_is_told_from_a_poor_one_by_attention_and_by_words(
     twin_mapper: Mapper, sibling_mapper: Mapper, folders: dict[str, Path]
 ) -> None:
-    protocol = Protocol(lengths=(40, 60), num_documents=2, head=4, tail=8, scored=16, greedy=12)
+    protocol = QualityProtocol(lengths=(40, 60), num_documents=2, head=4, tail=8, scored=16, greedy=12)
     documents = random_documents(2, 100, seed=9)
     target = load_model(folders["large"])
     exact = evaluate(twin_mapper, load_model(folders["twin"]), target, documents, protocol)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Mapper, Protocol, evaluate
-from mappers.diagnose import Row, diagnose, layer_groups, parts
+from mappers import Mapper, QualityProtocol, evaluate
+from mappers.diagnose import PartScore, diagnose, layer_groups, parts
 from mappers.models import load_model
 from mappers.protocol import spans
 from tests.mappers.pairs import random_cache, random_documents
 
-PROTOCOL = Protocol(lengths=(40, 90), num_documents=2, head=4, tail=8, scored=16)
+PROTOCOL = QualityProtocol(lengths=(40, 90), num_documents=2, head=4, tail=8, scored=16)
 DOCUMENTS = random_documents(3, 120, seed=21)
 
 
@@ -22,16 +22,16 @@ def models(folders: dict[str, Path]) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(sibling_mapper: Mapper, models: tuple[Any, Any]) -> dict[tuple[str, str], Row]:
+def rows(sibling_mapper: Mapper, models: tuple[Any, Any]) -> dict[tuple[str, str], PartScore]:
     return {(row.by, row.part): row for row in diagnose(sibling_mapper, *models, DOCUMENTS, PROTOCOL)}
 
 
-def loss(rows: dict[tuple[str, str], Row], by: str, part: str) -> float:
+def loss(rows: dict[tuple[str, str], PartScore], by: str, part: str) -> float:
     return rows[by, part].score.kl_mean
 
 
 def test_all_parts_together_are_what_is_served(
-    rows: dict[tuple[str, str], Row], sibling_mapper: Mapper, models: tuple[Any, Any]
+    rows: dict[tuple[str, str], PartScore], sibling_mapper: Mapper, models: tuple[Any, Any]
 ) -> None:
     served = evaluate(sibling_mapper, *models, DOCUMENTS, PROTOCOL, arms=["hybrid"]).arm("hybrid")
     assert served is not None
@@ -39,7 +39,7 @@ def test_all_parts_together_are_what_is_served(
     assert rows["all", "all"].score.ppl_ratio == pytest.approx(served.ppl_ratio, rel=1e-3)
 
 
-def test_what_is_exact_costs_nothing_and_what_is_mapped_does(rows: dict[tuple[str, str], Row]) -> None:
+def test_what_is_exact_costs_nothing_and_what_is_mapped_does(rows: dict[tuple[str, str], PartScore]) -> None:
     """Layers 0 and 1 are copies; 2 and 3 are what a wrong source layer and a fit make of them."""
     assert max(loss(rows, "layers", layer) for layer in ("0-0", "1-1")) < 1e-5
     assert min(loss(rows, "layers", layer) for layer in ("2-2", "3-3")) > 1e-3
@@ -91,7 +91,7 @@ def test_distances_divide_what_is_mapped(num_tokens: int, expected: dict[str, tu
 
 
 def test_rows_are_named_alike_at_all_lengths_and_stand_by_division(
-    rows: dict[tuple[str, str], Row],
+    rows: dict[tuple[str, str], PartScore],
 ) -> None:
     """28 mapped tokens at one length, 78 at the other: their farthest spans are cut at other places."""
     whole = [("all", "all"), ("what", "keys"), ("what", "values")]

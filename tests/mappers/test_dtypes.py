@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import CheckpointMismatch, MapperError, Protocol, evaluate, fit
+from mappers import CheckpointMismatch, MapperError, QualityProtocol, evaluate, fit
 from mappers.models import load_model, read
 from tests.mappers.pairs import llama, random_documents, saved
 
-PROTOCOL = Protocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
+PROTOCOL = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Evaluation, Mapper, MapperError, Protocol, evaluate, fit
+from mappers import Evaluation, Mapper, MapperError, QualityProtocol, evaluate, fit
 from mappers.arms import ARMS, randomised
 from mappers.models import load_model, log_probs, read, run
 from mappers.protocol import choose_documents
 from mappers.scores import compare, summarise
 from tests.mappers.pairs import largest_difference, random_cache, random_documents
 
-PROTOCOL = Protocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16)
+PROTOCOL = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16)
 TEST_DOCUMENTS = random_documents(6, 120, seed=42)
 
 
@@ -60,7 +60,7 @@ def test_every_control_is_worse_than_the_map(judged: Evaluation, control: str) -
 def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
     """Recomputed from the pieces for one document; the wrong document is the other one."""
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
-    protocol = Protocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
+    protocol = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
     documents = random_documents(2, 100, seed=9)
     found = evaluate(sibling_mapper, source, target, documents, protocol)
     ids, truth = documents[0], torch.tensor(documents[0][60:76])
@@ -80,7 +80,7 @@ def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[st
         "no_cache": log_probs(target, run(target, ids[52:75], head, start=52)[1][-16:]),
         "source_alone": log_probs(source, run(source, ids[:75])[1][59:]),
     }
-    alone = evaluate(sibling_mapper, source, target, documents, Protocol((60,), 1, 4, 8, 16))
+    alone = evaluate(sibling_mapper, source, target, documents, QualityProtocol((60,), 1, 4, 8, 16))
     assert alone.arm("wrong_document") is None
     for arm, predicted in expected.items():
         score = compare(arm, 0, 60, native, predicted, truth)
@@ -170,7 +170,7 @@ def test_documents_are_read_no_further_than_needed() -> None:
             read_so_far.append(i)
             yield list(range(length))
 
-    chosen = choose_documents(stream(), Protocol(lengths=(40, 80), num_documents=2, head=4, tail=8, scored=16))
+    chosen = choose_documents(stream(), QualityProtocol(lengths=(40, 80), num_documents=2, head=4, tail=8, scored=16))
     assert read_so_far == [0, 1, 2, 3, 4]
     assert [(d.index, len(d.ids), d.lengths) for d in chosen] == [(1, 96, (40, 80)), (4, 96, (80,)), (2, 56, (40,))]
 
@@ -187,7 +187,7 @@ def test_documents_are_read_no_further_than_needed() -> None:
 )
 def test_a_protocol_without_sense_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(MapperError, match=message):
-        Protocol(**{"lengths": (40,), "head": 4, "tail": 8, "scored": 16, **change})
+        QualityProtocol(**{"lengths": (40,), "head": 4, "tail": 8, "scored": 16, **change})
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,6 @@ def test_what_can_not_be_judged_is_refused(
     twin_mapper: Mapper, folders: dict[str, Path], lengths: tuple[int, ...], arms: tuple[str, ...], message: str
 ) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
-    protocol = Protocol(lengths=lengths, num_documents=1, head=4, tail=8, scored=16)
+    protocol = QualityProtocol(lengths=lengths, num_documents=1, head=4, tail=8, scored=16)
     with pytest.raises(MapperError, match=message):
         evaluate(twin_mapper, *models, TEST_DOCUMENTS, protocol, arms=arms)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mappers import Evaluation, Mapper, Protocol, evaluate, evaluate_all, fit, load
+from mappers import Evaluation, Mapper, QualityProtocol, evaluate, evaluate_all, fit, load
 from mappers.arms import ARMS
 from mappers.data import documents
 from mappers.families import find_family
 from mappers.models import load_model, load_tokenizer
 from tests.mappers.pairs import random_documents
 
-PROTOCOL = Protocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16, num_controls=2)
+PROTOCOL = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16, num_controls=2)
 TEST_DOCUMENTS = random_documents(6, 120, seed=42)
 
 
@@ -31,10 +31,10 @@ def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None
     models = load_model(family.source), load_model(family.target)
     texts = list(islice((ids for ids in documents(family.conversations(), "test", tokenizer) if len(ids) > 300), 2))
     lengths = (80, 240)
-    together = evaluate(mapper, *models, texts, Protocol(lengths, 2, scored=32))
+    together = evaluate(mapper, *models, texts, QualityProtocol(lengths, 2, scored=32))
     assert [at.length for at in together.lengths] == list(lengths)
     for length, at in zip(lengths, together.lengths, strict=True):
-        alone = evaluate(mapper, *models, texts, Protocol((length,), 2, scored=32))
+        alone = evaluate(mapper, *models, texts, QualityProtocol((length,), 2, scored=32))
         for fast, slow in zip(at.arms, alone.arms, strict=True):
             assert (fast.arm, fast.documents) == (slow.arm, slow.documents)
             for figure in ("ppl_ratio", "top1", "kl_mean", "kl_p95"):
@@ -47,10 +47,10 @@ def test_controls_are_judged_on_fewer_documents_and_what_is_served_on_all(
     few = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
     on_all = {"mapped", "hybrid", "source_alone"}
     assert {score.arm: score.documents for score in few.arms} == {arm: 4 if arm in on_all else 2 for arm in ARMS}
-    every = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, Protocol((40, 80), 4, 4, 8, 16, num_controls=4))
+    every = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, QualityProtocol((40, 80), 4, 4, 8, 16, num_controls=4))
     for arm in on_all:
         assert few.arm(arm) == every.arm(arm)
-    two = evaluate(sibling_mapper, *models, TEST_DOCUMENTS[:2], Protocol((40, 80), 2, 4, 8, 16))
+    two = evaluate(sibling_mapper, *models, TEST_DOCUMENTS[:2], QualityProtocol((40, 80), 2, 4, 8, 16))
     assert few.arm("no_cache") == two.arm("no_cache")
 
 
@@ -78,7 +78,9 @@ def killed_after(num_documents: int) -> Any:
     return progress
 
 
-def resumed(mapper: Mapper, models: tuple[Any, Any], keep: Path, protocol: Protocol = PROTOCOL) -> tuple[Any, int]:
+def resumed(
+    mapper: Mapper, models: tuple[Any, Any], keep: Path, protocol: QualityProtocol = PROTOCOL
+) -> tuple[Any, int]:
     """The evaluation with what is kept in a file, and how many documents it still had to judge."""
     told: list[int] = []
     evaluation = evaluate(
@@ -115,6 +117,6 @@ def test_a_line_that_was_cut_short_is_judged_again(
 def test_what_was_kept_of_another_protocol_is_not_used(
     sibling_mapper: Mapper, models: tuple[Any, Any], broken_off: Path
 ) -> None:
-    other = Protocol(lengths=(40, 80), num_documents=4, head=4, tail=9, scored=16, num_controls=2)
+    other = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=9, scored=16, num_controls=2)
     evaluation, judged = resumed(sibling_mapper, models, broken_off, other)
     assert judged == 4 and evaluation == evaluate(sibling_mapper, *models, TEST_DOCUMENTS, other)

@@ -8,9 +8,9 @@ import torch
 
 from mappers import (
     CalibrationTooSmall,
-    Gate,
     Mapper,
     MapperError,
+    QualityGate,
     TokenizerMismatch,
     UnknownMethod,
     UnsupportedModel,
@@ -31,7 +31,7 @@ from mappers.manifest import KINDS
 from mappers.model_config import geometry_of
 from mappers.models import load_model, log_probs, read, run
 from mappers.rope import Rope
-from mappers.stats import BATCH, Gathered, Moments
+from mappers.stats import BATCH, Moments, RowAccumulator
 from tests.mappers.pairs import add_tokenizer, largest_difference, llama, random_documents, saved
 
 FRESH = random_documents(1, 80, seed=77)[0]
@@ -166,7 +166,10 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
     reading = Reading(joint=joint, copies=False)
     collected = collect(models, ropes, random_documents(2, 30), reading)
     sizes = [(group.train.num_features, group.train.num_targets) for group in collected.groups]
-    moments, row = sum(2 * Moments.bytes_for(*size) for size in sizes), sum(Gathered.bytes_for(*size) for size in sizes)
+    moments, row = (
+        sum(2 * Moments.bytes_for(*size) for size in sizes),
+        sum(RowAccumulator.bytes_for(*size) for size in sizes),
+    )
     source, target = (geometry_of(model.config) for model in models)
     assert planned_bytes(source, target, reading) == moments + most_rows(sizes) * row
     few = planned_bytes(source, target, reading, max_tokens=1000)
@@ -175,13 +178,13 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
 
 def test_rows_are_held_while_they_take_less_than_their_moments() -> None:
     assert most_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill what is multiplied at once
-    assert most_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // Gathered.bytes_for(4608, 1728)
-    assert most_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * Gathered.bytes_for(9216, 9216))
+    assert most_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // RowAccumulator.bytes_for(4608, 1728)
+    assert most_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * RowAccumulator.bytes_for(9216, 9216))
 
 
 def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["large"], folders["large"], documents[:2], gate=Gate(max_ppl_ratio=9, min_top1=0.1))
-    assert mapper.manifest.gate == Gate(max_ppl_ratio=9, min_top1=0.1)
+    mapper = fit(folders["large"], folders["large"], documents[:2], gate=QualityGate(max_ppl_ratio=9, min_top1=0.1))
+    assert mapper.manifest.gate == QualityGate(max_ppl_ratio=9, min_top1=0.1)
 
 
 @pytest.mark.parametrize(

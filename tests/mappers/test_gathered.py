@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mappers import GeometryMismatch
-from mappers.stats import BATCH, RESOLUTION, Gathered, Moments
+from mappers.stats import BATCH, RESOLUTION, Moments, RowAccumulator
 
 COUNT = 2 * BATCH + 100
 GENERATOR = torch.Generator().manual_seed(0)
@@ -14,8 +14,8 @@ WEIGHTS = torch.rand(COUNT, generator=GENERATOR, dtype=torch.float64)
 FEATURES, TARGETS = torch.tensor([1, 2, 5]), torch.tensor([3, 0])
 
 
-def gathered(*sizes: int, dtype: torch.dtype = torch.float64) -> Gathered:
-    made = Gathered(7, 4)
+def gathered(*sizes: int, dtype: torch.dtype = torch.float64) -> RowAccumulator:
+    made = RowAccumulator(7, 4)
     for x, y, weights in zip(*(rows.split(list(sizes)) for rows in (X.to(dtype), Y.to(dtype), WEIGHTS)), strict=True):
         made.update(x, y, weights)
     return made
@@ -56,7 +56,7 @@ def test_targets_of_the_same_features_share_what_is_of_these_alone(is_folded: bo
 
 
 def test_once_folded_no_more_than_a_batch_of_rows_is_kept() -> None:
-    made = Gathered(7, 4)
+    made = RowAccumulator(7, 4)
     made.fold()
     for x, y, weights in zip(X.split(900), Y.split(900), WEIGHTS.split(900), strict=True):
         made.update(x, y, weights)
@@ -83,4 +83,4 @@ def test_rows_of_few_and_of_many_digits_are_multiplied_as_they_are() -> None:
 
 def test_other_shapes_are_refused() -> None:
     with pytest.raises(GeometryMismatch, match=r"rows \(5, 3\), \(5, 4\); need \(n, 7\), \(n, 4\)"):
-        Gathered(7, 4).update(torch.zeros(5, 3), torch.zeros(5, 4))
+        RowAccumulator(7, 4).update(torch.zeros(5, 3), torch.zeros(5, 4))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mappers import Mapper
-from mappers.diagnose import Row
+from mappers.diagnose import PartScore
 from mappers.manifest import ArmScore, Evaluation, GreedyScore, LayerCosine, LengthScores
 from mappers.plot import lines, points, ticks
-from mappers.report import Judged, page
+from mappers.report import EvaluatedBundle, page
 from mappers.speed import Speed, flops_per_token, measure
 from mappers.tables import comparison, diagnosis_table, evaluation_table
 
@@ -29,12 +29,12 @@ EVALUATION = Evaluation(
     greedy=GreedyScore(tokens=128, generations=14, agreement=0.8125, identical=0.5),
 )
 SPEED = Speed(threads=1, peak_gflops=100, flops_per_token=10**6, map_ms={512: 11, 2048: 40}, best_ms={512: 9, 2048: 32})
-ROWS = [Row("what", "keys", SCORE), Row("distance", "0-64", SCORE), Row("distance", "64-256", SCORE)]
+ROWS = [PartScore("what", "keys", SCORE), PartScore("distance", "0-64", SCORE), PartScore("distance", "64-256", SCORE)]
 
 
 @pytest.fixture
-def judged(twin_mapper: Mapper) -> Judged:
-    return Judged("bundles/<mine>", twin_mapper, EVALUATION, SPEED)
+def judged(twin_mapper: Mapper) -> EvaluatedBundle:
+    return EvaluatedBundle("bundles/<mine>", twin_mapper, EVALUATION, SPEED)
 
 
 def test_a_speed_is_told_by_its_longest_length() -> None:
@@ -58,7 +58,7 @@ def test_two_operations_for_each_number_that_a_token_meets(sibling_mapper: Mappe
     assert flops_per_token(sibling_mapper) == 2 * blocks * 16 * 16
 
 
-def test_a_page_holds_everything_and_fetches_nothing(judged: Judged) -> None:
+def test_a_page_holds_everything_and_fetches_nothing(judged: EvaluatedBundle) -> None:
     html = page([judged, judged], ROWS)
     assert not re.search(r"(src|href|srcset)=|url\(|@import|<script|https?://", html)
     for figure in ("1.0432", "1.010 to 1.080", "0.941", "81.2%", "talks &lt;of&gt; people", "what keys", "20.0"):
@@ -73,12 +73,12 @@ def test_a_page_holds_everything_and_fetches_nothing(judged: Judged) -> None:
 
 def test_a_page_leaves_out_what_was_not_measured(twin_mapper: Mapper) -> None:
     bare = EVALUATION.model_copy(update={"attention": (), "greedy": None})
-    html = page([Judged("b", twin_mapper, bare)])
-    assert "its worst head" not in html and "its worst head" in page([Judged("b", twin_mapper, EVALUATION)])
+    html = page([EvaluatedBundle("b", twin_mapper, bare)])
+    assert "its worst head" not in html and "its worst head" in page([EvaluatedBundle("b", twin_mapper, EVALUATION)])
     assert html.count("<svg") == 1 and "Attention" not in html and "time" not in html
 
 
-def test_bundles_in_folders_of_the_same_name_are_told_apart(judged: Judged) -> None:
+def test_bundles_in_folders_of_the_same_name_are_told_apart(judged: EvaluatedBundle) -> None:
     slower = replace(judged, name="other/<mine>", speed=replace(SPEED, map_ms={2048: 80}))
     html = page([judged, slower], ROWS)
     names = {f"{where}/&lt;mine&gt;" for where in ("bundles", "other")}
@@ -87,7 +87,7 @@ def test_bundles_in_folders_of_the_same_name_are_told_apart(judged: Judged) -> N
         assert all(f">{name}</text>" in plot for name in names), title
 
 
-def test_distances_are_plotted_where_their_spans_begin(judged: Judged) -> None:
+def test_distances_are_plotted_where_their_spans_begin(judged: EvaluatedBundle) -> None:
     plot = page([judged], ROWS).partition("<h2>By distance</h2>")[2].partition("</svg>")[0]
     assert len({x for x, _ in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', plot)}) == 2
 
@@ -113,7 +113,7 @@ def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: 
     assert ticks(low, high) == pytest.approx(expected)
 
 
-def test_tables_show_what_was_measured(judged: Judged) -> None:
+def test_tables_show_what_was_measured(judged: EvaluatedBundle) -> None:
     table = evaluation_table(EVALUATION)
     assert re.search(r"^hybrid 1024 +1\.0432  1\.010-1\.080 +0\.941   0\.0300   0\.2100 +7$", table, re.M)
     assert "cosine: mean 0.9900; lowest in layer 1: 0.9800" in table

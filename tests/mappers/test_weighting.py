@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mappers import CalibrationTooSmall, MapperError, fit
-from mappers.attention import Attending, Received, shrunk, watched
+from mappers.attention import AttentionCall, AttentionReceived, shrunk, watched
 from mappers.models import read
 from tests.mappers.pairs import largest_difference, llama, random_documents
 
@@ -20,7 +20,7 @@ def test_attention_received_is_that_of_the_model_itself() -> None:
     attentions = torch.stack(eager(torch.tensor([DOCUMENT]), output_attentions=True).attentions)[:, 0].double()
     paid = attentions.mean((0, 1)) * torch.arange(1, 41)[:, None]  # in multiples of an equal share
     expected = [float(paid[i + 1 :, i].mean()) for i in range(39)]
-    model, received = llama(1, 3), Received(40)
+    model, received = llama(1, 3), AttentionReceived(40)
     with watched(model, received):
         read(model, DOCUMENT[25:], read(model, DOCUMENT[:25]))
     torch.testing.assert_close(received.mean()[:39], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-5)
@@ -29,7 +29,7 @@ def test_attention_received_is_that_of_the_model_itself() -> None:
 
 def test_a_watched_model_computes_the_same_and_is_left_as_it_was() -> None:
     model = llama(1, 3)
-    alone, heard = read(model, DOCUMENT), list[Attending]()
+    alone, heard = read(model, DOCUMENT), list[AttentionCall]()
     with watched(model, heard.append):
         assert largest_difference(read(model, DOCUMENT), alone) == 0
         assert largest_difference(read(model, DOCUMENT[20:], alone.slice(0, 20)), alone) < 1e-4
@@ -39,9 +39,9 @@ def test_a_watched_model_computes_the_same_and_is_left_as_it_was() -> None:
 
 
 def test_all_tokens_attended_alike_weigh_the_same() -> None:
-    received = Received(6)
+    received = AttentionReceived(6)
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
-    received(Attending(0, torch.zeros(2, 6, 4), torch.zeros(1, 6, 4), torch.zeros(1, 6, 4), causal, 1.0))
+    received(AttentionCall(0, torch.zeros(2, 6, 4), torch.zeros(1, 6, 4), torch.zeros(1, 6, 4), causal, 1.0))
     torch.testing.assert_close(received.mean(), torch.ones(6, dtype=torch.float64))
 
 

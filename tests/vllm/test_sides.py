@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mappers.cache import KVCache, KVSource
+from mappers.cache import KVCache, KVChunk
 from mappers.mapper import Mapper, Sink
 from tests.vllm.support import MAX_TOKENS, PAGED_TOKENS, Engine, Request, engine, paged_cache, params, read
 from tests.workers.handoff.support import TARGET_LAYOUT, random_mapper
@@ -212,7 +212,7 @@ class MeddledMapper(Mapper):
         super().__init__(like.manifest, like.weights)
         self._arena, self._block = arena, block
 
-    def map_into(self, chunk: KVSource, sink: Sink) -> None:
+    def map_into(self, chunk: KVChunk, sink: Sink) -> None:
         super().map_into(chunk, sink)
         with self._arena.writing([self._block]):
             pass

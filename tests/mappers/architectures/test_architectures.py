@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mappers import KVCache, MapperError, PositionOutOfRange, Protocol, fit
+from mappers import KVCache, MapperError, PositionOutOfRange, QualityProtocol, fit
 from mappers.manifest import Kind
 from mappers.model_config import context_of, geometry_of
 from mappers.models import log_probs, read, run
@@ -146,7 +146,7 @@ def test_beyond_a_change_of_factors_nothing_is_read() -> None:
     with pytest.raises(PositionOutOfRange, match=f"position {limit}: the RoPE of this phi3 changes"):
         read(model, [1], read(model, [1] * limit))
     with pytest.raises(MapperError, match=f"{limit + 20} tokens are more than the {limit} that phi3 can read"):
-        Protocol(lengths=(limit + 4,), scored=16, tail=8).check_context(model)
+        QualityProtocol(lengths=(limit + 4,), scored=16, tail=8).check_context(model)
 
 
 PAIRS = {

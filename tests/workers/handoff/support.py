@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mappers.cache import KVCache, KVSource
+from mappers.cache import KVCache, KVChunk
 from mappers.manifest import (
     COPY,
     KINDS,
@@ -113,7 +113,7 @@ class HeldMapper(Mapper):
         super().__init__(like.manifest, like.weights)
         self.started, self.go_on = threading.Event(), threading.Event()
 
-    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
+    def map_together(self, chunk: KVChunk, sink: TogetherSink, *, copies: bool = True) -> None:
         self.started.set()
         self.go_on.wait(10)
         super().map_together(chunk, sink, copies=copies)
@@ -126,7 +126,7 @@ class BrokenMapper(Mapper):
         like = random_mapper()
         super().__init__(like.manifest, like.weights)
 
-    def map_together(self, chunk: KVSource, sink: TogetherSink, *, copies: bool = True) -> None:
+    def map_together(self, chunk: KVChunk, sink: TogetherSink, *, copies: bool = True) -> None:
         raise RuntimeError("out of memory")
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import mappers
-from mappers.manifest import Gate
+from mappers.manifest import QualityGate
 from mappers.models import run
 from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, TALK, Served, bundle, content, serving, transfer_request, until
@@ -90,7 +90,7 @@ async def told(large: Served) -> BundleInfo:
     ],
 )
 def test_a_full_window_below_the_gate_objects(found: list[tuple[int, float]], objection: str | None) -> None:
-    window = Window(Gate(), WINDOW)
+    window = Window(QualityGate(), WINDOW)
     for num_agreed, kl_sum in found:
         window.add(Comparison(10, num_agreed, kl_sum))
     assert window.objection == objection
@@ -159,7 +159,7 @@ async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path,
 
 
 def test_what_may_come_back_is_better_than_what_may_stay() -> None:
-    service = Window(Gate(), WINDOW)
+    service = Window(QualityGate(), WINDOW)
     trials = service.for_trials()
     for window in (service, trials):
         for number in range(WINDOW):
