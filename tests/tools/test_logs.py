@@ -20,9 +20,9 @@ from tests.gateway.test_process import configured, workers
 from tools.commands import calibrate, prefixes
 from tools.logs import LogUnusable
 from tools.logs.calibration import (
-    Evaluation,
     Isotonic,
     LabelledAnswer,
+    ThresholdEffect,
     halves,
     read_answers,
     threshold_for_agreement,
@@ -347,7 +347,7 @@ def test_the_bounds_of_both_goals() -> None:
     assert threshold_for_agreement(answers, 0.0) == -2.0
     everything = threshold_for_agreement([LabelledAnswer(-0.5, False)], 1.0)
     assert everything > -0.5
-    assert Evaluation.of([LabelledAnswer(-0.5, False)], everything) == Evaluation(1.0, 1.0, None)
+    assert ThresholdEffect.of([LabelledAnswer(-0.5, False)], everything) == ThresholdEffect(1.0, 1.0, None)
 
 
 @pytest.mark.parametrize(

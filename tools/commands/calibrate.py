@@ -17,7 +17,7 @@ import yaml
 
 from gateway.policies import POLICIES, build
 from tools.logs import LogUnusable
-from tools.logs.calibration import Evaluation, Goal, Isotonic, LabelledAnswer, halves, plot, read_answers
+from tools.logs.calibration import Goal, Isotonic, LabelledAnswer, ThresholdEffect, halves, plot, read_answers
 from tools.output import add_json_option, check_distinct, new_file, render, run_command, write_results, write_text
 
 DEFAULT_COST = 0.2
@@ -86,12 +86,12 @@ def _calibrate(options: argparse.Namespace) -> int:
         "threshold": found,
         "policy": ALWAYS if found is None else options.policy | {"threshold": found},
         "small_cost": options.small_cost,
-        "goal": vars(goal) | {"met": goal.is_met(Evaluation.of(held_out, threshold))},
+        "goal": vars(goal) | {"met": goal.is_met(ThresholdEffect.of(held_out, threshold))},
     }
     for name, half in (("fit", fit), ("held_out", held_out)):
-        evaluation = Evaluation.of(half, threshold)
-        cost = evaluation.relative_cost(options.small_cost)
-        result[name] = {"answers": len(half)} | vars(evaluation) | {"relative_cost": cost}
+        effect = ThresholdEffect.of(half, threshold)
+        cost = effect.relative_cost(options.small_cost)
+        result[name] = {"answers": len(half)} | vars(effect) | {"relative_cost": cost}
     write_results(_report(result), options.json, result)
     if options.plot:
         write_text(options.plot, plot(Isotonic.fit(fit), threshold))

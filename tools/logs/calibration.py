@@ -55,7 +55,7 @@ class Isotonic:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ThresholdEffect:
     """The effect of a threshold on a set of answers. An escalated answer agrees with the large model by definition."""
 
     escalations: float
@@ -63,7 +63,7 @@ class Evaluation:
     agreement_of_accepted: float | None
 
     @classmethod
-    def of(cls, answers: Sequence[LabelledAnswer], threshold: float) -> Evaluation:
+    def of(cls, answers: Sequence[LabelledAnswer], threshold: float) -> ThresholdEffect:
         accepted = [answer.agrees for answer in answers if answer.confidence >= threshold]
         escalated = len(answers) - len(accepted)
         return cls(
@@ -88,10 +88,10 @@ class Goal:
         find = threshold_for_escalations if self.of == "escalations" else threshold_for_agreement
         return find(answers, self.share)
 
-    def is_met(self, evaluation: Evaluation) -> bool:
+    def is_met(self, effect: ThresholdEffect) -> bool:
         if self.of == "escalations":
-            return evaluation.escalations <= self.share
-        return evaluation.agreement >= self.share
+            return effect.escalations <= self.share
+        return effect.agreement >= self.share
 
 
 def read_answers(path: Path) -> list[LabelledAnswer]:
@@ -121,7 +121,7 @@ def threshold_for_escalations(answers: Sequence[LabelledAnswer], maximum: float)
     """Return the highest threshold that escalates at most this share of the answers."""
     thresholds = _thresholds(answers)
     first_over_maximum = bisect_left(
-        thresholds, True, key=lambda threshold: Evaluation.of(answers, threshold).escalations > maximum
+        thresholds, True, key=lambda threshold: ThresholdEffect.of(answers, threshold).escalations > maximum
     )
     return thresholds[first_over_maximum - 1]
 

@@ -1,10 +1,10 @@
-"""Train the two models of the `tiny` family from scratch, apart from each other, on public-domain text.
+"""Train the two models of the `tiny` family from scratch, separately, on public-domain text.
 
     python -m tools.training.pretrain --model small --out FOLDER
 
-They share a tokenizer and nothing else: other depth, other width, other seed. Two in five conversations get a
-fact near their start and a question for it at their end, so that both learn to read a fact from their cache: that is
-what the fault tests look for.
+They share a tokenizer and nothing else: depth, width and seed differ. Two in five conversations get a fact near their
+start and a question about it at their end, so that both models learn to use a fact in their cache. The fault tests
+check that.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SHAPES = {
 }
 SEEDS = {"small": 1, "large": 2}
 LENGTHS = (256, 512, 1024, 2304)
-TOKENS_A_STEP = 1536
+TOKENS_PER_STEP = 1536
 PEAK_RATES = {"small": 3e-3, "large": 1.5e-3}
 NUM_TOKENS = {"small": 450_000, "large": 1_000_000}
 
 
 def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `VOCABULARY` entries with the family's chat template."""
+    """Return a byte-level BPE tokenizer of `VOCABULARY` entries with the family's chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +72,7 @@ def new_model(name: str) -> LlamaForCausalLM:
 
 
 def with_fact(talk: Conversation, words: Sequence[str], rng: random.Random) -> Conversation:
-    """The conversation with a fact in its first message and, two to twelve turns later, the question for it."""
+    """Add a fact to the first message and, one to six exchanges later, a question about it."""
     length = min(len(talk), 2 * rng.randint(1, 6))
     name, secret = rng.choice(words), " ".join(rng.sample(words, 2))
     first = {"role": "user", "content": f"The password of {name} is {secret}. {talk[0]['content']}"}
@@ -81,7 +81,7 @@ def with_fact(talk: Conversation, words: Sequence[str], rng: random.Random) -> C
 
 
 def token_stream(name: str, tokenizer: PreTrainedTokenizerFast, talks: Sequence[Conversation]) -> Iterator[list[int]]:
-    """Conversations as token ids, without end, in an order of the model's own."""
+    """Yield conversations as token ids, endlessly, in an order that depends on the model."""
     rng = random.Random(SEEDS[name])
     common = " ".join(talk[0]["content"] for talk in talks[:200]).lower().split()
     words = sorted({word for word in common if word.isalpha() and len(word) > 3})
@@ -94,11 +94,11 @@ def token_stream(name: str, tokenizer: PreTrainedTokenizerFast, talks: Sequence[
 
 
 def batches(stream: Iterator[list[int]], seed: int) -> Iterator[Tensor]:
-    """Batches (B, T) with B * T = `TOKENS_A_STEP`, T drawn from `LENGTHS`, conversations packed end to end."""
-    rng, left = random.Random(seed), [0][:0]
+    """Yield batches (B, T) of about `TOKENS_PER_STEP` tokens, T from `LENGTHS`, conversations packed end to end."""
+    rng, left = random.Random(seed), list[int]()
     while True:
         length = rng.choices(LENGTHS, weights=(4, 4, 3, 1))[0]
-        count = max(1, TOKENS_A_STEP // length)
+        count = max(1, TOKENS_PER_STEP // length)
         while len(left) < count * length:
             left += next(stream)
         yield torch.tensor(left[: count * length]).view(count, length)
@@ -106,7 +106,7 @@ def batches(stream: Iterator[list[int]], seed: int) -> Iterator[Tensor]:
 
 
 def rate_share(progress: float) -> float:
-    """Of the peak learning rate, at a share of the run: a short warm-up, then a cosine to a fiftieth."""
+    """Return the share of the peak learning rate: a short warm-up, then a cosine to a fiftieth."""
     return min(1.0, progress / 0.03 + 0.02) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
@@ -118,35 +118,31 @@ def train(
     plain = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_RATES[name], betas=(0.9, 0.95))
-    started, seen = time.monotonic(), 0
+    started, num_seen = time.monotonic(), 0
     for step, batch in enumerate(batches(token_stream(name, tokenizer, talks), seed=SEEDS[name])):
-        if seen >= num_tokens:
+        if num_seen >= num_tokens:
             break
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_RATES[name] * rate_share(seen / num_tokens)
+            group["lr"] = PEAK_RATES[name] * rate_share(num_seen / num_tokens)
         loss = model(input_ids=batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        seen += batch.numel()
+        num_seen += batch.numel()
         if step % 50 == 0:
-            elapsed = time.monotonic() - started
-            say(f"{name}: {seen}/{num_tokens} tokens  loss {loss.item():.3f}  {seen / elapsed:.0f} tokens/s")
+            rate = num_seen / (time.monotonic() - started)
+            line = f"{name}: {num_seen}/{num_tokens} tokens  loss {loss.item():.3f}  {rate:.0f} tokens/s"
+            print(line, file=sys.stderr, flush=True)
     return model
-
-
-def say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.training.pretrain", description=__doc__)
     parser.add_argument("--model", choices=sorted(SHAPES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the trained model, made if absent")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the trained model")
     parser.add_argument("--tokens", type=int, help=f"tokens to train on (default: {NUM_TOKENS})")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the other model, whose tokenizer to share")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the other model, to share its tokenizer")
     options = parser.parse_args(argv)
     talks = [talk for talk in classics() if split_of(talk) in ("heal", "calibrate")]
     if options.tokenizer:

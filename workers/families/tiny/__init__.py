@@ -1,7 +1,7 @@
 """`tiny`: two models of one and four and a half million parameters, trained apart on public-domain text.
 
 They share a tokenizer and the size of a KV head, and nothing else. The tests run on them. Their weights are committed
-(float16); `python -m tools.training.pretrain` makes them anew.
+(float16); `python -m tools.training.pretrain` retrains them.
 """
 
 from __future__ import annotations
