@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import importlib.util
 import statistics
 import sys
@@ -135,7 +136,7 @@ def _call_of(client: HttpClient) -> Call:
 
 
 async def _aiohttp(url: str, stack: AsyncExitStack) -> Call:
-    import aiohttp  # not a dependency of this project
+    aiohttp: Any = importlib.import_module("aiohttp")  # not a dependency of this project
 
     session = await stack.enter_async_context(aiohttp.ClientSession(trust_env=False))
 

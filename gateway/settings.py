@@ -30,7 +30,7 @@ from gateway.errors import SettingsError
 from gateway.policies import Policy
 from gateway.shown import shown
 from gateway.upstream.breaker import BreakerSettings
-from workers.api.addresses import HttpUrl, scheme_of
+from workers.api.addresses import HttpUrl
 from workers.api.config import (
     REDIS_SCHEMES,
     ConfigFileError,
@@ -38,7 +38,7 @@ from workers.api.config import (
     RedisAccess,
     Seconds,
     SecondsOrZero,
-    checked,
+    check_redis_url,
     read_secret_file,
     read_yaml,
 )
@@ -51,7 +51,6 @@ KEY_HASH = re.compile(r"[0-9a-f]{64}")
 AUTO = "auto"
 DEFAULT_TENANT = "default"
 MEMORY = "memory"
-REGISTRY_SCHEMES = (MEMORY, *REDIS_SCHEMES)
 
 
 class Section(BaseModel):
@@ -98,19 +97,21 @@ class RegistrySettings(RedisAccess):
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
-        if scheme_of(url) not in REGISTRY_SCHEMES:
-            raise ValueError(f"needs a URL that begins with one of {', '.join(f'{s}://' for s in REGISTRY_SCHEMES)}")
-        return url if scheme_of(url) == MEMORY else checked(url)
+        return url if _is_memory(url) else check_redis_url(url, schemes=(MEMORY, *REDIS_SCHEMES))
 
     @property
     def is_shared(self) -> bool:
-        """Several gateways see it."""
-        return scheme_of(self.url) != MEMORY
+        """Whether other gateways can use the same registry."""
+        return not _is_memory(self.url)
 
     @property
     def full_url(self) -> str:
-        """With the password in it. Raises `SettingsError` for a file that cannot be used."""
+        """The URL including the password. Raises `SettingsError` if the password file is unusable."""
         return self.url_with_password(partial(read_secret, key="registry.password_file"))
+
+
+def _is_memory(url: str) -> bool:
+    return url.partition("://")[0] == MEMORY
 
 
 def _hash_of_key(value: str) -> str:

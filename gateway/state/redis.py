@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from gateway.state.registry import Entry, Registry
 from gateway.upstream.breaker import Breaker, BreakerSettings, State
-from workers.api.redis import pool_of
+from workers.api.redis import connection_pool
 
 T = TypeVar("T")
 OnOp = Callable[[str, str], None]
@@ -114,7 +114,7 @@ class GuardedRedis:
     """`pool` and `client` are for calls within `bounded`; the outcome of each goes to `on_op(op, result)`."""
 
     def __init__(self, url: str, *, timeout_s: float, on_op: OnOp = lambda op, result: None):
-        self.pool = pool_of(url, timeout_s)
+        self.pool = connection_pool(url, timeout_s)
         self.client = Redis.from_pool(self.pool)
         self.on_op = on_op
         self._guard = Guard(lambda: self.client.ping(), timeout_s=timeout_s, on_op=on_op)

@@ -167,5 +167,5 @@ def test_without_discovery_a_tier_needs_a_worker() -> None:
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
     with pytest.raises(SettingsError, match="tier 'large' has no worker"):
         from_values(values(workers=workers))
-    with pytest.raises(SettingsError, match=r"discovery.url: needs a URL .*redis://"):
+    with pytest.raises(SettingsError, match=r"discovery.url: must be a URL .*redis://"):
         from_values(values(workers=workers, discovery={"url": "memory://"}))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from redis.asyncio.sentinel import SentinelManagedSSLConnection
 
 from gateway.errors import SettingsError
 from gateway.settings import from_values
@@ -15,8 +16,7 @@ from gateway.state.redis import GuardedRedis, RedisRegistry
 from gateway.state.registry import connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
-from workers.api.config import SentinelUrl
-from workers.api.redis import MAX_CONNECTIONS
+from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
 
 TIMEOUT_MS = 100
 MOST_S = 60.0  # on a busy machine; else a few seconds
@@ -67,26 +67,46 @@ async def test_more_operations_than_connections_wait_for_one(
         await redis.aclose()
 
 
-def test_a_url_names_sentinels_and_the_master() -> None:
-    url = SentinelUrl.parse("rediss+sentinel://me:p%40ss@one:1,two,[::1]:3/main/2")
-    assert url == SentinelUrl((("one", 1), ("two", 26379), ("::1", 3)), "main", 2, "me", "p@ss", True)
+def sentinels_of(pool: MasterPool) -> list[tuple[str, int]]:
+    kwargs = [sentinel.connection_pool.connection_kwargs for sentinel in pool.sentinel_manager.sentinels]
+    return [(one["host"], one["port"]) for one in kwargs]
+
+
+def test_url_names_sentinels_master_and_credentials() -> None:
+    pool = connection_pool("rediss+sentinel://me:p%40ss@one:1,two,[::1]:3/main/2", timeout_s=1.0)
+    assert isinstance(pool, MasterPool) and pool.connection_class is SentinelManagedSSLConnection
+    assert (sentinels_of(pool), pool.service_name) == ([("one", 1), ("two", 26379), ("::1", 3)], "main")
+    known = {"db": 2, "username": "me", "password": "p@ss", "socket_timeout": 1.0, "socket_connect_timeout": 1.0}
+    assert pool.connection_kwargs.items() >= known.items()
+    plain = connection_pool("redis+sentinel://one/main", timeout_s=1.0)
+    assert plain.connection_kwargs["db"] == 0 and plain.connection_kwargs.get("password") is None
 
 
 @pytest.mark.parametrize("host", ["[::1]:3,one", "one,[::1]:3"])
-def test_any_of_its_hosts_may_be_an_ipv6_address(tmp_path: Path, host: str) -> None:
+def test_sentinel_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
     """In a registry as well, with the password in a file."""
     password = tmp_path / "password"
     password.write_text("p@ss/w?rd-of-sixteen-and-more-characters\n")
     password.chmod(0o600)
     url = f"redis+sentinel://me@{host}/main"
     settings = from_values(values(registry={"url": url, "password_file": str(password)})).registry
-    parsed = SentinelUrl.parse(settings.full_url)
-    assert (parsed.username, parsed.password) == ("me", "p@ss/w?rd-of-sixteen-and-more-characters")
-    assert sorted(parsed.sentinels) == [("::1", 3), ("one", 26379)]
+    pool = connection_pool(settings.full_url, timeout_s=1.0)
+    assert isinstance(pool, MasterPool)
+    credentials = (pool.connection_kwargs["username"], pool.connection_kwargs["password"])
+    assert credentials == ("me", "p@ss/w?rd-of-sixteen-and-more-characters")
+    assert sorted(sentinels_of(pool)) == [("::1", 3), ("one", 26379)]
     assert isinstance(connect(settings, lambda op, result: None), RedisRegistry)
 
 
-@pytest.mark.parametrize("url", ["redis+sentinel://one", "redis+sentinel:///main", "redis+sentinel://one,/main/x"])
-def test_a_url_that_does_not_is_refused(url: str) -> None:
-    with pytest.raises(SettingsError, match=r"registry.url: needs the form redis\+sentinel://"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis+sentinel://one", r"must have the form redis\+sentinel://"),
+        ("redis+sentinel:///main", r"must have the form redis\+sentinel://"),
+        ("redis+sentinel://one/main/x", r"must have the form redis\+sentinel://"),
+        ("redis+sentinel://one,/main/x", ".*empty host"),
+    ],
+)
+def test_incomplete_sentinel_url_is_rejected(url: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=f"registry.url: {message}"):
         from_values(values(registry={"url": url}))

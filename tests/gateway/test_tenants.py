@@ -237,7 +237,7 @@ def test_a_secret_that_is_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "secret"
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(SettingsError, match="16 or more printable"):
+    with pytest.raises(SettingsError, match="at least 16 printable"):
         read_secret(path)
 
 

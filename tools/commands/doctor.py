@@ -181,9 +181,9 @@ def redis(check: str, access: RedisAccess, cost: str) -> Finding:
 async def _ping(url: str) -> None:
     from redis.asyncio import Redis
 
-    from workers.api.redis import pool_of
+    from workers.api.redis import connection_pool
 
-    async with Redis.from_pool(pool_of(url, REDIS_TIMEOUT_S)) as client:
+    async with Redis.from_pool(connection_pool(url, REDIS_TIMEOUT_S)) as client:
         await client.ping()
 
 

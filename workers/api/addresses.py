@@ -1,74 +1,52 @@
-"""URLs of the configuration, taken apart alike by every Python: patch releases differ in the brackets that `urlsplit`
-lets pass, and it knows of one host only. And where servers listen, over IPv4 or IPv6."""
+"""HTTP URLs of the configuration, and the sockets that servers listen on, over IPv4 or IPv6."""
 
 from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationError
+from pydantic_core import MultiHostUrl, Url
 
-MAX_PORT = 65_535
-ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # every address, and by which we reach ourselves
-PORTS = {"http": 80, "https": 443}
-URL = re.compile(r"(?P<scheme>[^:/?#]+)://(?:(?P<credentials>[^/?#]*)@)?(?P<hosts>[^/?#]*)(?P<rest>.*)", re.DOTALL)
-HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s\[\]:]+))(?::(?P<port>.*))?", re.DOTALL)
+ANY_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard addresses, and the loopback of each
+
+U = TypeVar("U", Url, MultiHostUrl)
 
 
-@dataclass(frozen=True)
-class UrlParts:
-    """`credentials` as USER:PASSWORD, as they stand in the URL; `rest` begins with the path."""
-
-    scheme: str
-    credentials: str | None
-    hosts: str
-    rest: str
-
-    @property
-    def url(self) -> str:
-        credentials = "" if self.credentials is None else f"{self.credentials}@"
-        return f"{self.scheme}://{credentials}{self.hosts}{self.rest}"
+def parse_url(kind: type[U], text: str) -> U:
+    """Parse with pydantic. Raises `ValueError`, which never repeats the URL: it may hold a password."""
+    try:
+        url = kind(text)
+    except ValidationError as error:
+        message = error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise ValueError(message.replace("Input should be", "must be")) from None
+    ports = [url.port] if isinstance(url, Url) else [host["port"] for host in url.hosts()]
+    if 0 in ports:
+        raise ValueError("the port must be between 1 and 65535")
+    return url
 
 
-def parts_of(url: str) -> UrlParts:
-    """Raises `ValueError` for what is no URL with an authority."""
-    found = URL.fullmatch(url)
-    if found is None:
-        raise ValueError("needs the form SCHEME://HOST")
-    return UrlParts(**found.groupdict())
+def _parse_http(text: str) -> Url:
+    if not re.match(r"https?://[^\s/]", text) or re.search(r"\s", text):
+        raise ValueError("must be an http:// or https:// URL")
+    return parse_url(Url, text)
 
 
-def scheme_of(url: str) -> str:
-    """What stands before ://, or all where nothing does."""
-    return url.partition("://")[0]
-
-
-def address_of(host: str, default_port: int) -> tuple[str, int]:
-    """Host and port of HOST, HOST:PORT or [IPV6]:PORT. Raises `ValueError`, which repeats nothing: a password that was
-    not quoted may be taken for a host."""
-    found = HOST.fullmatch(host)
-    if found is None:
-        raise ValueError("needs a host, as HOST, HOST:PORT or [IPV6]:PORT")
-    port = found["port"] or str(default_port)
-    if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= MAX_PORT:
-        raise ValueError(f"needs a port of 1 to {MAX_PORT}")
-    return found["v6"] or found["name"], int(port)
+HttpUrl = Annotated[str, AfterValidator(lambda text: str(_parse_http(text)).rstrip("/"))]
 
 
 def http_address(url: str) -> tuple[str, int]:
-    """Where it leads. Raises `ValueError` for what is no http:// or https:// URL."""
-    scheme = scheme_of(url)
-    if scheme not in PORTS or re.search(r"\s", url):
-        raise ValueError("needs an http:// or https:// URL")
-    return address_of(parts_of(url).hosts, PORTS[scheme])
+    """Return the host and port of an HTTP URL. Raises `ValueError`."""
+    parsed = _parse_http(url)
+    assert parsed.host is not None and parsed.port is not None  # pydantic fills in the default port
+    return parsed.host.strip("[]"), parsed.port
 
 
 def http_url(host: str, port: int) -> str:
-    """Where a server that listens there is reached from this machine."""
-    reached = ANY_HOST.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    """Return the URL at which this machine reaches a server that listens on `host`."""
+    reachable = ANY_HOST.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -76,15 +54,6 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def listen(host: str, port: int, *, backlog: int) -> socket.socket:
-    """A server's socket; `::` is every address of IPv4 as well, and port 0 a free one. Raises `OSError`."""
-    both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=both)
-
-
-def _of_http(url: str) -> str:
-    """The URL without a slash at its end."""
-    http_address(url)
-    return url.rstrip("/")
-
-
-HttpUrl = Annotated[str, AfterValidator(_of_http)]
+    """Open a server's socket. The host `::` covers IPv4 too; port 0 picks a free one. Raises `OSError`."""
+    dual_stack = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=dual_stack)

@@ -5,27 +5,27 @@ Error messages never repeat a line of the file: it may hold a password.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import MultiHostHost, MultiHostUrl
 
-from workers.api.addresses import address_of, parts_of, scheme_of
+from workers.api.addresses import parse_url
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-MERGED = "<<"
-MIN_CHARS = 16
-
+MERGE_KEY = "<<"
+MIN_SECRET_CHARS = 16
 SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 REDIS_SCHEMES = ("redis", "rediss", *SENTINEL_SCHEMES)
-PORT, SENTINEL_PORT = 6379, 26_379
-FORM = "redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT].../MASTER[/DATABASE]"
+SENTINEL_FORM = "redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT].../MASTER[/DATABASE]"
+SENTINEL_PATH = re.compile(r"/(?P<master>[^/]+)(/(?P<database>\d*))?")
 
 
 class ConfigFileError(ValueError):
@@ -33,22 +33,22 @@ class ConfigFileError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which PyYAML drops the first without a word; but for `<<`."""
+    """Rejects a duplicate key in a mapping, except `<<`. PyYAML silently keeps the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            named = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
-            if named in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
-            if named is not None and key.value != MERGED:
-                seen.add(named)
+            scalar = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if scalar in seen:
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
+            if scalar is not None and key.value != MERGE_KEY:
+                seen.add(scalar)
         return node
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises `ConfigFileError`."""
+    """Load a YAML file as plain values. Raises `ConfigFileError`."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -64,82 +64,59 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_secret_file(path: Path) -> str:
-    """The one line of the file. Raises `ConfigFileError`, naming the file and never what it holds."""
+    """Return the single line of a file with mode 0600. Raises `ConfigFileError`."""
     try:
         mode, secret = path.stat().st_mode & 0o777, path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigFileError(f"cannot read {path}: {type(error).__name__}") from error
     if mode & 0o077:
         raise ConfigFileError(f"{path} has mode {mode:04o}; it must be 0600, readable by its owner only")
-    if len(secret) < MIN_CHARS or not secret.isascii() or not secret.isprintable():
+    if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
         raise ConfigFileError(
-            f"{path} must hold one line of {MIN_CHARS} or more printable ASCII characters; it holds {len(secret)} "
-            "characters"
+            f"{path} must hold one line of at least {MIN_SECRET_CHARS} printable ASCII characters, "
+            f"but has {len(secret)} characters"
         )
     return secret
 
 
-@dataclass(frozen=True)
-class SentinelUrl:
-    """`name` is the master's with the sentinels. The credentials are those of the data servers, not the sentinels'."""
-
-    sentinels: tuple[tuple[str, int], ...]
-    name: str
-    database: int
-    username: str | None
-    password: str | None
-    tls: bool
-
-    @classmethod
-    def parse(cls, url: str) -> Self:
-        """Raises `ValueError` for one of another form."""
-        parts = parts_of(url)
-        user, _, password = (parts.credentials or "").partition(":")
-        name, _, database = parts.rest.strip("/").partition("/")
-        if not parts.hosts or not name or not (database or "0").isdecimal():
-            raise ValueError(f"needs the form {FORM}")
-        return cls(
-            sentinels=tuple(address_of(host, SENTINEL_PORT) for host in parts.hosts.split(",")),
-            name=name,
-            database=int(database or 0),
-            username=unquote(user) or None,
-            password=unquote(password) or None,
-            tls=parts.scheme.startswith("rediss"),
-        )
+def check_redis_url(url: str, schemes: Sequence[str] = REDIS_SCHEMES) -> str:
+    """Return the URL in normal form. Raises `ValueError`, which never repeats the URL: it may hold a password."""
+    if url.partition("://")[0] not in schemes:
+        raise ValueError(f"must be a URL that begins with {', '.join(f'{scheme}://' for scheme in schemes)}")
+    parsed = parse_url(MultiHostUrl, url)
+    if parsed.scheme in SENTINEL_SCHEMES and (not parsed.hosts() or not SENTINEL_PATH.fullmatch(parsed.path or "")):
+        raise ValueError(f"must have the form {SENTINEL_FORM}")
+    return str(parsed)
 
 
-def checked(url: str) -> str:
-    """The URL as it is. Raises `ValueError` for one that names no Redis."""
-    if scheme_of(url) not in REDIS_SCHEMES:
-        raise ValueError(f"needs a URL that begins with one of {', '.join(f'{one}://' for one in REDIS_SCHEMES)}")
-    if is_sentinel(url):
-        SentinelUrl.parse(url)
-    elif hosts := parts_of(url).hosts:
-        address_of(hosts, PORT)
-    return url
-
-
-def is_sentinel(url: str) -> bool:
-    return scheme_of(url) in SENTINEL_SCHEMES
-
-
-def has_password(url: str) -> bool:
-    return ":" in (parts_of(url).credentials or "")
+def sentinel_target(url: str) -> tuple[str, int] | None:
+    """Return the master's name and the database of a sentinel URL; None for the URL of a Redis itself."""
+    parsed = MultiHostUrl(url)
+    found = SENTINEL_PATH.fullmatch(parsed.path or "")
+    if parsed.scheme not in SENTINEL_SCHEMES or found is None:
+        return None
+    return found["master"], int(found["database"] or 0)
 
 
 def with_password(url: str, password: str) -> str:
-    """For one that has none."""
-    parts = parts_of(url)
-    return replace(parts, credentials=f"{parts.credentials or ''}:{quote(password, safe='')}").url
+    """Insert the password into a URL that has none."""
+    hosts = MultiHostUrl(url).hosts() or [MultiHostHost(username=None, password=None, host="localhost", port=None)]
+    return _with_hosts(url, [hosts[0] | {"password": quote(password, safe="")}, *hosts[1:]])
 
 
 def without_credentials(url: str) -> str:
-    """As it may be shown."""
-    return replace(parts_of(url), credentials=None).url
+    """Return the URL as it may be printed."""
+    return _with_hosts(url, [host | {"username": None, "password": None} for host in MultiHostUrl(url).hosts()])
+
+
+def _with_hosts(url: str, hosts: list[MultiHostHost]) -> str:
+    parsed = MultiHostUrl(url)
+    path = parsed.path.removeprefix("/") if parsed.path else None
+    return str(MultiHostUrl.build(scheme=parsed.scheme, hosts=hosts, path=path, query=parsed.query))
 
 
 class RedisAccess(BaseModel):
-    """`password_file` holds the password, under the rules of a secret, so that it stands in no URL."""
+    """A section that names a Redis. `password_file` holds its password, which then is not part of the URL."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -148,31 +125,32 @@ class RedisAccess(BaseModel):
 
     @field_validator("password_file")
     @classmethod
-    def _for_a_url_without(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        url = info.data.get("url")  # none where it cannot be used
-        if path is not None and url is not None and (scheme_of(url) not in REDIS_SCHEMES or has_password(url)):
-            raise ValueError("goes with a redis:// or rediss:// URL that holds no password itself")
+    def _url_without_password(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        url = info.data.get("url")  # absent if it is invalid
+        if path is not None and url is not None and not _takes_password(url):
+            raise ValueError("requires a redis:// or rediss:// URL that holds no password itself")
         return path
 
     def located(self, folder: Path) -> Self:
-        """With a relative path taken from `folder`."""
+        """Return a copy with a relative path resolved against `folder`."""
         if self.password_file is None:
             return self
         return self.model_copy(update={"password_file": folder / self.password_file})
 
     def url_with_password(self, read: Callable[[Path], str]) -> str:
-        """`read` takes the password out of its file, and raises what it likes for one that cannot be used."""
+        """Return the URL with the password that `read` returns. Raises what `read` raises."""
         return self.url if self.password_file is None else with_password(self.url, read(self.password_file))
 
 
-class DiscoverySettings(RedisAccess):
-    """`discovery:` in kvrelay.yaml: the Redis, how often a beat comes, and after how long without one a worker is
-    given up."""
+def _takes_password(url: str) -> bool:
+    parsed = MultiHostUrl(url)
+    return parsed.scheme in REDIS_SCHEMES and not any(host["password"] for host in parsed.hosts())
 
+
+class DiscoverySettings(RedisAccess):
+    """`discovery:` in kvrelay.yaml: the Redis, the interval between heartbeats, and how long a worker may be silent
+    before it is dropped."""
+
+    url: Annotated[str, AfterValidator(check_redis_url)]
     beat_s: Seconds = 1.0
     lost_after_s: Seconds = 5.0
-
-    @field_validator("url")
-    @classmethod
-    def _of_a_redis(cls, url: str) -> str:
-        return checked(url)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
 from workers.api.addresses import HttpUrl
-from workers.api.redis import pool_of
+from workers.api.redis import connection_pool
 
 KEY = "kvrelay:workers"  # a Redis hash, by worker
 TIMEOUT_S = 1.0
@@ -98,7 +98,7 @@ class Board:
     """The beats in one Redis. Raises `RedisError`."""
 
     def __init__(self, url: str, secret: str, timeout_s: float = TIMEOUT_S):
-        self._redis = Redis.from_pool(pool_of(url, timeout_s))
+        self._redis = Redis.from_pool(connection_pool(url, timeout_s))
         self._secret = secret
 
     async def put(self, beat: Heartbeat) -> None:

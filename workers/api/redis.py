@@ -1,21 +1,24 @@
-"""Connections to a Redis, each of which waits for nothing longer than it is told."""
+"""Connection pools to a Redis, with bounded waits; also through sentinels, which know the current master."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
+from pydantic_core import MultiHostUrl
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
-from workers.api.config import SentinelUrl, is_sentinel
+from workers.api.config import sentinel_target
 
 MAX_CONNECTIONS = 32
+SENTINEL_PORT = 26_379
 
 
 class MasterPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Connections to whichever server the sentinels call master, and to them."""
+    """Connections to the server that the sentinels name as master, and to the sentinels."""
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -23,18 +26,20 @@ class MasterPool(SentinelConnectionPool, BlockingConnectionPool):
             await sentinel.aclose()
 
 
-def pool_of(url: str, timeout_s: float) -> ConnectionPool:
-    """For at most `MAX_CONNECTIONS` operations at once; one more waits for a connection."""
-    waits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+def connection_pool(url: str, timeout_s: float) -> ConnectionPool:
+    """Return a pool of `MAX_CONNECTIONS`. `timeout_s` bounds each socket operation, and the wait for a connection."""
+    timeouts: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     bounds: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": timeout_s, "retry": Retry(NoBackoff(), 1)}
-    if is_sentinel(url):
-        return _master_pool(SentinelUrl.parse(url), waits, bounds)
-    return BlockingConnectionPool.from_url(url, **bounds, **waits)
-
-
-def _master_pool(url: SentinelUrl, waits: dict[str, Any], bounds: dict[str, Any]) -> MasterPool:
-    tls = {"ssl": True} if url.tls else {}
-    asking = waits | tls | {"retry": Retry(NoBackoff(), 0)}
-    sentinels = Sentinel(list(url.sentinels), sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
-    known = {"db": url.database, "username": url.username, "password": url.password}
-    return MasterPool(url.name, sentinels, **known, **bounds, **waits, **tls)  # type: ignore[no-untyped-call]
+    target = sentinel_target(url)
+    if target is None:
+        return BlockingConnectionPool.from_url(url, **bounds, **timeouts)
+    parsed = MultiHostUrl(url)
+    hosts = parsed.hosts()
+    tls = {"ssl": True} if parsed.scheme == "rediss+sentinel" else {}
+    sentinels = Sentinel(  # type: ignore[no-untyped-call]
+        [(str(host["host"]).strip("[]"), host["port"] or SENTINEL_PORT) for host in hosts],
+        sentinel_kwargs=timeouts | tls | {"retry": Retry(NoBackoff(), 0)},
+    )
+    master, database = target
+    credentials = {name: unquote(value) for name in ("username", "password") if (value := hosts[0][name])}
+    return MasterPool(master, sentinels, db=database, **credentials, **bounds, **timeouts, **tls)  # type: ignore[no-untyped-call]
