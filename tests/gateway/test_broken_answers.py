@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.render import DONE, sse
+from workers.api.http.stream import DONE, event
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told
 from tools.fake_worker import FakeWorker
 from workers.api.errors import InvalidRequest, Overloaded
