@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager
 
 import structlog
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import Scope
 
 from workers.api import tracing
-from workers.api.errors import Unauthorized
+from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.http.edge import OPEN_PATHS, Bounds, Edge
 from workers.api.schemas import SECRET_HEADER
 from workers.metrics import WorkerMetrics
@@ -25,6 +26,8 @@ SPANS = {
     "/v1/completions": "decode",
 }
 UNLOGGED = OPEN_PATHS | {"/v1/info"}  # called every second
+
+NO_RETRY_EITHER = (400, 404, 413, 500)  # as the contract has it, beside those that the edge marks
 
 log = structlog.get_logger()
 
@@ -53,6 +56,12 @@ class WorkerEdge(Edge):
         if name is None or not tracing.is_on():
             return tracing.NOTHING
         return tracing.span(name, incoming=Headers(scope=scope))
+
+    def reply(self, error: KvrelayError) -> Response:
+        reply = super().reply(error)
+        if error.status in NO_RETRY_EITHER:
+            reply.headers["x-should-retry"] = "false"
+        return reply
 
     def record(self, scope: Scope, status: int, took_ms: float) -> None:
         route = getattr(scope.get("route"), "path", "other")

@@ -21,7 +21,7 @@ from workers.api.logs import exception_fields
 
 DEFAULT_RETRY_AFTER_S = 1.0
 RETRY_LATER = (429, 503)
-DO_NOT_RETRY = (400, 404, 408, 409, 413, 504)
+DO_NOT_RETRY = (408, 409, 504)
 CLOSE = {"connection": "close"}  # the rest of the request is not read
 
 log = structlog.get_logger()
@@ -69,7 +69,7 @@ def log_error(event: str, error: Exception) -> KvrelayError:
 
 
 def install_error_replies(app: FastAPI) -> None:
-    """Give FastAPI's own errors the OpenAI shape. All others pass through to `EdgeMiddleware`."""
+    """Give FastAPI's own errors the OpenAI shape. All others pass through to `EdgeMiddleware`, which replies."""
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
 
@@ -88,7 +88,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problems = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # without "body" or "path"
-    return error_reply(invalid_request(problems, hide_private=True))
+    raise invalid_request(problems, hide_private=True) from error
 
 
 def route_not_found(request: Request) -> NotFound:
