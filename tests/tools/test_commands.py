@@ -1,4 +1,4 @@
-"""Parts of the commands that need no stack: the demo's verdict, the logs of the children."""
+"""Parts of the commands that need no running stack: verdicts, logs, signals, options, exit statuses."""
 
 from __future__ import annotations
 
@@ -37,21 +37,19 @@ GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "f
         ([GOOD, GOOD | {"path": "exact", "handoff_ttft_ms": None, "full_prefill_ttft_ms": None}], 0, ""),
     ],
 )
-def test_the_demos_verdict(
-    turns: list[dict[str, Any]], status: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_verdict(turns: list[dict[str, Any]], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict(turns) == status
     assert says in capsys.readouterr().err
 
 
-def test_the_large_model_runs_on_the_engine_that_is_asked_for() -> None:
+def test_engine_option_is_for_the_large_model() -> None:
     folders = {"small": "s", "large": "l", "bundle": "b"}
     workers = family.configuration("tiny", folders, engine="vllm")["workers"]
     assert [worker.get("engine", family.DEFAULT_ENGINE) for worker in workers.values()] == ["transformers", "vllm"]
 
 
-def test_a_log_begins_anew_with_each_start_and_one_older_is_kept(tmp_path: Path) -> None:
-    """The children end at once: the configuration is none. What they say of it is in the logs."""
+def test_logs_are_rotated_once_per_start(tmp_path: Path) -> None:
+    """The children exit at once, because the configuration is invalid, and log why."""
     (port,) = free_ports(1)
     config = tmp_path / "kvrelay.yaml"
     config.write_text(yaml.safe_dump({"workers": {"w": {"url": f"http://127.0.0.1:{port}"}}, "server": {"port": port}}))
@@ -66,19 +64,19 @@ def test_a_log_begins_anew_with_each_start_and_one_older_is_kept(tmp_path: Path)
     assert "the run before" not in log.read_text()
 
 
-def test_a_signal_waits_until_a_child_is_noted() -> None:
+def test_signals_wait_until_a_child_is_recorded() -> None:
     came: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append("signal"))
     try:
         with deferred_signals():
             signal.raise_signal(signal.SIGTERM)
-            came.append("noted")
+            came.append("recorded")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert came == ["noted", "signal"]
+    assert came == ["recorded", "signal"]
 
 
-def test_a_second_signal_does_not_break_a_stop_off(tmp_path: Path) -> None:
+def test_second_signal_does_not_abort_a_stop(tmp_path: Path) -> None:
     config = tmp_path / "kvrelay.yaml"
     config.write_text(yaml.safe_dump({"workers": {"twice": {"url": "http://127.0.0.1:1"}}}))
     stack = Stack(config, tmp_path / "secret", tmp_path)
@@ -97,7 +95,7 @@ def test_a_second_signal_does_not_break_a_stop_off(tmp_path: Path) -> None:
 
 @pytest.fixture
 def signal_handlers() -> Iterator[None]:
-    """Are afterwards as they were."""
+    """Restore the signal handlers after the test."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in kept.items():
@@ -105,7 +103,7 @@ def signal_handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signal_handlers")
-def test_a_home_that_cannot_be_is_told_before_models_are_made(
+def test_unusable_home_is_reported_before_models_are_made(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVRELAY_HOME", "/dev/null/home")
@@ -122,7 +120,7 @@ def test_a_home_that_cannot_be_is_told_before_models_are_made(
         (["--config", "kvrelay.yaml", "--family", "tiny"], "--family and --port cannot be combined with --config"),
     ],
 )
-def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_rejects_conflicting_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         up.main(arguments)
     assert says in capsys.readouterr().err
@@ -131,16 +129,16 @@ def test_options_that_up_would_not_heed(arguments: list[str], says: str, capsys:
 
 @pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.parametrize("port", [-1, 0, 65_536])
-def test_a_port_that_is_none_is_refused(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_rejects_an_invalid_port(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert up.main(["--port", str(port)]) == 1
     assert f"--port {port}: must be from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("signal_handlers")
-def test_two_on_one_port_do_not_share_a_folder(
+def test_two_stacks_on_one_port_do_not_share_a_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Not even while the first one does not listen yet."""
+    """Not even before the first one listens."""
     port, folder = free_ports(1)[0], tmp_path / "run"
     monkeypatch.setenv("KVRELAY_HOME", str(tmp_path))
     (folder / str(port)).mkdir(parents=True)
@@ -152,7 +150,7 @@ def test_two_on_one_port_do_not_share_a_folder(
 
 
 class EndingStack:
-    """Whose worker ends as soon as it runs, at these times; then the gateway does."""
+    """A stack whose worker exits at these times, and then its gateway."""
 
     def __init__(self, *at_s: float):
         self.now_s, self.num_started = 0.0, 0
@@ -178,7 +176,7 @@ class EndingStack:
         ((0, 200, 400, 600, 800, 1000, 1200), 7, "g ended with status 1"),
     ],
 )
-def test_workers_that_end_too_often_are_given_up(
+def test_up_gives_up_on_workers_that_exit_too_often(
     at_s: tuple[float, ...], num_started: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack = EndingStack(*at_s)
@@ -203,15 +201,15 @@ def out_of_space() -> int:
         (out_of_space, 2, "the report\n", "kvrelay x: cannot write /dev/full: No space left on device\n"),
     ],
 )
-def test_how_a_command_ends(
+def test_exit_status_of_a_command(
     work: Callable[[], int], status: int, printed: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command("kvrelay x", work) == status
     assert capsys.readouterr() == (printed, complaint)
 
 
-def test_a_log_comes_by_a_pipe_and_a_report_that_nobody_reads_is_no_failure(tmp_path: Path) -> None:
-    """As before `| head`; what was to be written is written."""
+def test_closed_output_pipe_is_not_an_error(tmp_path: Path) -> None:
+    """As in `| head`. The JSON file is still written. The log comes from a pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tools.cli", "calibrate", "-", "--min-agreement", "0.5"]
@@ -234,9 +232,7 @@ def test_a_log_comes_by_a_pipe_and_a_report_that_nobody_reads_is_no_failure(tmp_
         (["--json", "/"], "/ is a folder; expected a file"),
     ],
 )
-def test_options_that_a_bench_cannot_use(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_rejects_invalid_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert says in capsys.readouterr().err

@@ -131,9 +131,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
         torch.testing.assert_close(resumed[name], tensor)
 
 
-def test_run_from_given_adapters(
-    teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path
-) -> None:
+def test_run_from_given_adapters(teacher: LlamaForCausalLM, documents: list[torch.Tensor], tmp_path: Path) -> None:
     first = run(teacher, tmp_path / "first").train(documents, 4 * 64)
     again = HealRun(teacher, RECIPE, tmp_path / "again", quiet, start=first).train(documents, 0)
     for name, tensor in load_file(first).items():

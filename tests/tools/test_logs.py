@@ -1,4 +1,4 @@
-"""`kvrelay prefixes` and `kvrelay calibrate`, on logs of which the answer is known."""
+"""`kvrelay prefixes` and `kvrelay calibrate`, on logs with a known result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reported(folder: Path, lines: list[Any], *more: str) -> dict[str, Any]:
     return dict(json.loads((folder / "out.json").read_text()))
 
 
-def test_what_is_shared_is_counted_in_characters(tmp_path: Path) -> None:
+def test_sharing_is_counted_in_characters(tmp_path: Path) -> None:
     third = {"request": chat(RULES, "One?", "Yes.", "And?")}
     lines = [chat(RULES, "One?"), chat(RULES, "Two?"), third, chat("Else", "x")]
     report = reported(tmp_path, lines, "--prefill-rate", "100")
@@ -67,38 +67,38 @@ def test_what_is_shared_is_counted_in_characters(tmp_path: Path) -> None:
     assert [one["from_chars"] for one in report["by_length"]] == [0, 1000]
 
 
-def test_other_tools_are_another_prefix(tmp_path: Path) -> None:
+def test_other_tools_make_another_prefix(tmp_path: Path) -> None:
     assert reported(tmp_path, [chat(RULES, "One?"), chat(RULES, "Two?") | {"tools": [{"type": "x"}]}])["hit_ratio"] == 0
 
 
-def test_what_spoils_a_prefix_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefix_breakers_are_reported_with_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [chat(f"Now: 2026-11-29T10:{minute:02}:00Z. {RULES}", f"{minute}?") for minute in range(10)]
     report = reported(tmp_path, lines)
     assert report["hit_ratio"] == 0
     assert report["hit_ratio_without_volatile"] > 0.85
     assert report["volatile"] == [{"kind": "timestamp", "role": "system", "position": 0, "at": 5, "prompts": 10}]
-    told = capsys.readouterr().out
-    assert "Move it behind what is shared" in told
-    assert "handbook" not in told, "no text unless it is asked for"
+    result = capsys.readouterr().out
+    assert "Move it behind what is shared" in result
+    assert "handbook" not in result, "no text unless it is asked for"
 
 
-def test_a_prompt_with_several_spans_is_one_prompt(tmp_path: Path) -> None:
+def test_several_spans_of_a_prompt_count_once(tmp_path: Path) -> None:
     lines = [chat(f"From 2026-11-{day} to 2026-12-{day}, as of 2027-01-{day}. {RULES}", "?") for day in (10, 11, 12)]
     assert reported(tmp_path, lines)["volatile"] == [
         {"kind": "date", "role": "system", "position": 0, "at": 5, "prompts": 3}
     ]
 
 
-def test_spans_that_stay_as_they_are_spoil_nothing(tmp_path: Path) -> None:
-    """Within each of two applications, whatever the other one's are."""
+def test_constant_spans_break_nothing(tmp_path: Path) -> None:
+    """They are constant within each of two applications, and differ between them."""
     ours, theirs = f"Founded 1999-01-02, merged 2005-06-07. {RULES}", f"Opened 2001-02-03. {RULES} Be brief."
     assert reported(tmp_path, [chat(rules, f"{n}?") for rules in (ours, theirs) for n in (1, 2)])["volatile"] == []
 
 
-async def test_rates_come_from_the_workers_that_have_measured_them(
+async def test_prefill_rate_of_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the secret that the file names, or else the one that `kvrelay up` made."""
+    """With the secret of the configuration, or else the one made by `kvrelay up`."""
     monkeypatch.setenv("KVRELAY_HOME", str(tmp_path / "home"))
     lines = [chat(RULES, "One?"), chat(RULES, "Two?")]
     with workers() as (small, _, section):
@@ -118,41 +118,41 @@ async def test_rates_come_from_the_workers_that_have_measured_them(
 
 @pytest.mark.parametrize("option", ["--prefill-rate", "--chars-per-token"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e-320", "fast"])
-def test_a_rate_that_is_none(tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_rate(tmp_path: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         prefixes.main([str(tmp_path / "log"), option, value])
     assert f"argument {option}: {value!r}: must be a number from 0.001 to 1e9" in capsys.readouterr().err
 
 
-def test_text_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one line, and without what a terminal would obey."""
+def test_text_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one line, without control characters."""
     rules = f"\x1b[2J\n{RULES}"
     reported(tmp_path, [chat(rules, "One?"), chat(rules, "Two?")], "--show-text")
     assert " [2J Answer from the handbook." in capsys.readouterr().out
 
 
-def test_what_changes_in_the_question_itself_could_not_be_shared(tmp_path: Path) -> None:
+def test_spans_in_the_last_message_break_nothing(tmp_path: Path) -> None:
     report = reported(tmp_path, [chat(RULES, f"Where is order 10000000{n}?") for n in range(5)], "--prefill-rate", "9")
     assert (report["volatile"], report["hit_ratio_without_volatile"]) == ([], report["hit_ratio"])
     assert report["saved_prefill_s_without_volatile"] == report["saved_prefill_s"]
 
 
-def test_prefixes_that_begin_alike_and_are_used_as_often_are_each_told(tmp_path: Path) -> None:
-    """Two documents under the same rules. A beginning that is always used with the same continuation is not."""
+def test_top_lists_each_document_under_common_rules(tmp_path: Path) -> None:
+    """A prefix that always has the same continuation is not listed."""
     documents = [f"Document {name}. " * 9 for name in "AB"]
     lines = [chat(RULES, document, "Read.", f"{n}?") for document in documents for n in range(3)]
-    told = [(one["uses"], one["messages"]) for one in reported(tmp_path, lines)["top"]]
-    assert told == [(6, 1), (3, 3), (3, 3)]
+    top = [(one["uses"], one["messages"]) for one in reported(tmp_path, lines)["top"]]
+    assert top == [(6, 1), (3, 3), (3, 3)]
 
 
-def test_a_text_that_many_prompts_have_is_looked_through_once(tmp_path: Path) -> None:
+def test_repeated_texts_are_scanned_once(tmp_path: Path) -> None:
     before = mask.cache_info().misses
     reported(tmp_path, [chat(f"On 2026-11-{n % 2 + 10}. {RULES}", f"{n}?") for n in range(200)])
     assert mask.cache_info().misses - before < 10
 
 
 @pytest.mark.parametrize("key", ["request", "body"])
-def test_a_request_may_stand_in_an_object_of_a_gateways_or_a_batch(tmp_path: Path, key: str) -> None:
+def test_request_inside_another_object(tmp_path: Path, key: str) -> None:
     lines = [chat(RULES, "One?"), {"custom_id": "2", key: chat(RULES, "Two?"), "status": 200}]
     assert reported(tmp_path, lines)["requests_with_a_hit"] == 1
 
@@ -175,7 +175,7 @@ def test_volatile_spans(text: str, kind: str) -> None:
     assert mask("Chapter 12 has 340 pages, facade and decade") == "Chapter 12 has 340 pages, facade and decade"
 
 
-def test_isotonic_regression_never_falls_and_keeps_the_mean() -> None:
+def test_isotonic_regression_is_monotonic_and_keeps_the_mean() -> None:
     answers = [LabelledAnswer(float(place), agrees) for place, agrees in enumerate([False, True, False, True, True])]
     fitted = Isotonic.fit(answers)
     assert (fitted.starts, fitted.values) == ((0.0, 1.0, 3.0), (0.0, 0.5, 1.0))
@@ -184,7 +184,7 @@ def test_isotonic_regression_never_falls_and_keeps_the_mean() -> None:
 
 
 def planted(count: int = 400) -> list[dict[str, Any]]:
-    """Three answers in four are surer than -1 and right; of the others half are right by chance."""
+    """Three of four answers have a confidence above -1 and are right; half of the others are right by chance."""
     draw = random.Random(5)
     lines = []
     for _ in range(count):
@@ -200,35 +200,35 @@ def calibrated(folder: Path, *goal: str) -> dict[str, Any]:
     return dict(json.loads((folder / "out.json").read_text()))
 
 
-def test_at_most_so_many_escalations(tmp_path: Path) -> None:
-    told = calibrated(tmp_path, "--max-escalations", "0.1")
-    assert told["fit"]["escalations"] <= 0.1 < told["fit"]["escalations"] + 0.02
-    assert told["held_out"]["escalations"] == pytest.approx(0.1, abs=0.06)
-    assert told["held_out"]["relative_cost"] == pytest.approx(0.2 + told["held_out"]["escalations"])
-    assert told["fit"]["answers"] + told["held_out"]["answers"] == 400
+def test_maximum_of_escalations(tmp_path: Path) -> None:
+    result = calibrated(tmp_path, "--max-escalations", "0.1")
+    assert result["fit"]["escalations"] <= 0.1 < result["fit"]["escalations"] + 0.02
+    assert result["held_out"]["escalations"] == pytest.approx(0.1, abs=0.06)
+    assert result["held_out"]["relative_cost"] == pytest.approx(0.2 + result["held_out"]["escalations"])
+    assert result["fit"]["answers"] + result["held_out"]["answers"] == 400
 
 
-def test_so_much_agreement_at_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = calibrated(tmp_path, "--min-agreement", "0.99", "--plot", str(tmp_path / "plot.svg"))
-    assert told["threshold"] == pytest.approx(RIGHT_FROM, abs=0.25), "where right and wrong part"
-    assert told["held_out"]["agreement"] >= 0.96
-    assert told["held_out"]["escalations"] == pytest.approx(0.25, abs=0.1)
-    assert suggested(capsys.readouterr().out) == told["threshold"]
+def test_minimum_of_agreement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = calibrated(tmp_path, "--min-agreement", "0.99", "--plot", str(tmp_path / "plot.svg"))
+    assert result["threshold"] == pytest.approx(RIGHT_FROM, abs=0.25), "where right and wrong answers separate"
+    assert result["held_out"]["agreement"] >= 0.96
+    assert result["held_out"]["escalations"] == pytest.approx(0.25, abs=0.1)
+    assert suggested(capsys.readouterr().out) == result["threshold"]
     drawn = ElementTree.fromstring((tmp_path / "plot.svg").read_text())
     assert len([element for element in drawn if element.tag.endswith("polyline")]) == 3
 
 
 def suggested(report: str) -> float:
-    """The threshold that a configuration with the last line would have."""
+    """Return the threshold of the report's last line, as a configuration would read it."""
     return float(yaml.safe_load(report.splitlines()[-1])["policy"]["threshold"])
 
 
 @pytest.mark.parametrize("step", [1e-7, 1e-12])
 @pytest.mark.parametrize("goal", ["--min-agreement", "--max-escalations"])
-def test_the_threshold_is_told_whole(
+def test_threshold_is_printed_exactly(
     tmp_path: Path, goal: str, step: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounded, it would escalate more than asked for, or accept what is never to be."""
+    """A rounded one would escalate too much, or accept wrong answers."""
     path = written(tmp_path, [{"confidence": -place * step, "agrees": place < 9} for place in range(1, 100)])
     assert calibrate.main([str(path), goal, "1", "--json", str(tmp_path / "out.json")]) == 0
     threshold = json.loads((tmp_path / "out.json").read_text())["threshold"]
@@ -237,7 +237,7 @@ def test_the_threshold_is_told_whole(
 
 
 @pytest.mark.parametrize("size", [1.7e308, 5e-324])
-def test_an_enormous_threshold_is_told_in_few_digits(
+def test_extreme_threshold_is_printed_in_few_digits(
     tmp_path: Path, size: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, [{"confidence": -size, "agrees": True}] * 40)
@@ -246,21 +246,19 @@ def test_an_enormous_threshold_is_told_in_few_digits(
     assert suggested(report) == -size and len(report.splitlines()[-1]) < 80
 
 
-def test_a_goal_that_no_threshold_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One above 0 would, and is none of a log-probability's."""
+def test_goal_without_a_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A threshold above 0 would reach it, but is not a log-probability."""
     path, plot = written(tmp_path, [{"confidence": 0.0, "agrees": False}] * 40), tmp_path / "plot.svg"
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(plot)]
     assert calibrate.main([str(path), "--min-agreement", "0.5", *files]) == 0
-    told, report = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
-    assert (told["threshold"], told["held_out"]["escalations"]) == (None, 1.0)
+    result, report = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert (result["threshold"], result["held_out"]["escalations"]) == (None, 1.0)
     assert "No threshold gives that agreement" in report
     assert yaml.safe_load(report.splitlines()[-1]) == {"policy": {"name": "always_escalate"}}
     assert plot.read_text().count("<polyline") == 2
 
 
-def test_a_goal_that_is_missed_on_what_was_held_out_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_goal_missed_on_the_held_out_half_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit, _ = halves([LabelledAnswer(-place, True) for place in range(100)])
     lines = [{"confidence": -place, "agrees": LabelledAnswer(-place, True) in fit} for place in range(100)]
     files = ["--json", str(tmp_path / "out.json")]
@@ -270,8 +268,8 @@ def test_a_goal_that_is_missed_on_what_was_held_out_is_told(
     assert "not the 0.9 asked for" in capsys.readouterr().out
 
 
-def test_the_policy_that_scored_a_log_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its scores are others, and its settings go with the threshold."""
+def test_policy_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another policy has other scores, and its settings are part of the result."""
     path = str(written(tmp_path, [{"confidence": place / 100, "agrees": True} for place in range(100)]))
     assert calibrate.main([path, "--max-escalations", "0.5"]) == 2
     assert "was scored by another policy than {name: confidence}" in capsys.readouterr().err
@@ -282,7 +280,7 @@ def test_the_policy_that_scored_a_log_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("policy", ["fixed", "{name: fixed, tier: large}", "{name: verifier, score: mean}", "{"])
-def test_a_policy_that_has_no_threshold(tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_without_a_threshold(tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         calibrate.main([str(tmp_path / "log"), "--min-agreement", "1", "--policy", policy])
     assert f"argument --policy: {policy!r}: " in capsys.readouterr().err
@@ -293,14 +291,14 @@ def test_a_policy_that_has_no_threshold(tmp_path: Path, policy: str, capsys: pyt
     [gzip.compress, lambda plain: b"\xef\xbb\xbf" + plain, lambda plain: plain.replace(b"\n", b"\r\n")],
     ids=["gzip", "byte order mark", "CRLF"],
 )
-def test_a_log_as_other_programs_write_it(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
+def test_log_formats_of_other_programs(tmp_path: Path, packed: Callable[[bytes], bytes]) -> None:
     path = written(tmp_path, planted())
     as_it_was = read_answers(path)
     path.write_bytes(packed(path.read_bytes()))
     assert read_answers(path) == as_it_was
 
 
-def test_a_packed_log_that_was_cut_short(tmp_path: Path) -> None:
+def test_truncated_gzip_log(tmp_path: Path) -> None:
     path = tmp_path / "log.gz"
     path.write_bytes(gzip.compress(written(tmp_path, planted()).read_bytes())[:-900])
     with pytest.raises(LogUnusable, match=r"cannot read .*log\.gz: Compressed file ended"):
@@ -308,7 +306,7 @@ def test_a_packed_log_that_was_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["calibrate", "prefixes"])
-def test_a_file_to_write_is_not_the_log(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_file_must_not_be_the_log(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, planted())
     plain, goal = path.read_bytes(), ["--min-agreement", "1"] if command == "calibrate" else []
     with pytest.raises(SystemExit):
@@ -317,30 +315,30 @@ def test_a_file_to_write_is_not_the_log(tmp_path: Path, command: str, capsys: py
     assert path.read_bytes() == plain
 
 
-class Compared(float):
-    """A confidence that counts how often any of them is compared with a threshold."""
+class CountingFloat(float):
+    """A confidence that counts the comparisons with thresholds."""
 
     num = 0
 
     def __ge__(self, other: float) -> bool:
-        Compared.num += 1
+        CountingFloat.num += 1
         return float.__ge__(self, other)
 
 
 @pytest.mark.parametrize(
     ("find", "share", "threshold"), [(threshold_for_escalations, 0.25, 512.0), (threshold_for_agreement, 0.75, 1024.0)]
 )
-def test_a_long_log_is_not_looked_at_once_for_each_threshold(
+def test_threshold_search_is_not_quadratic(
     find: Callable[[list[LabelledAnswer], float], float], share: float, threshold: float
 ) -> None:
-    """Of these answers those from 1024 on agree, every other one."""
-    answers = [LabelledAnswer(Compared(place), place >= 1024 and place % 2 == 1) for place in range(2048)]
-    Compared.num = 0
+    """Every other answer from 1024 on agrees."""
+    answers = [LabelledAnswer(CountingFloat(place), place >= 1024 and place % 2 == 1) for place in range(2048)]
+    CountingFloat.num = 0
     assert find(answers, share) == threshold
-    assert 0 < Compared.num <= 12 * len(answers)
+    assert 0 < CountingFloat.num <= 12 * len(answers)
 
 
-def test_the_bounds_of_both_goals() -> None:
+def test_limits_of_both_goals() -> None:
     answers = [LabelledAnswer(-0.5, True), LabelledAnswer(-1.0, False), LabelledAnswer(-2.0, False)]
     assert threshold_for_escalations(answers, 0.0) == -2.0
     assert threshold_for_escalations(answers, 1.0) == -0.5
@@ -366,7 +364,7 @@ def test_the_bounds_of_both_goals() -> None:
         ("calibrate", [{"confidence": -1.0}] * 30, 'log.jsonl:1 needs "confidence": a number and "agrees"'),
     ],
 )
-def test_a_log_that_cannot_be_used(
+def test_unusable_log(
     tmp_path: Path, command: str, lines: list[Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path, lines))
@@ -374,7 +372,7 @@ def test_a_log_that_cannot_be_used(
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_log_and_a_goal_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_log_and_invalid_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prefixes.main([str(tmp_path / "nowhere")]) == 2
     assert "cannot read" in capsys.readouterr().err
     with pytest.raises(SystemExit):

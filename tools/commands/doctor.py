@@ -286,9 +286,7 @@ def probe_gpus() -> dict[str, Any] | None:
     if find_spec("torch") is None:
         return None
     try:
-        ran = subprocess.run(
-            [sys.executable, "-c", GPU_PROBE], capture_output=True, text=True, timeout=GPU_TIMEOUT_S
-        )
+        ran = subprocess.run([sys.executable, "-c", GPU_PROBE], capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise OSError(f"torch took more than {GPU_TIMEOUT_S:.0f} s") from error
     if ran.returncode:

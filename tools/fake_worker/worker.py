@@ -119,7 +119,7 @@ class FakeWorker:
     bundle_off: str | None = None  # why its bundle is switched off
     bundle_on_trial: bool = False
 
-    # What it has seen
+    # Records
     calls: list[RecordedCall] = field(default_factory=list)
     num_hang_ups: int = 0
 

@@ -1,8 +1,8 @@
 """Tenants that send several requests at once and check every answer before they go on.
 
-    new document ──► a turn ──► the same with its answer and a new question ──► ...   a conversation that grows
-        │                                                                              sometimes restarted
-        └──► now and then an invalid request
+new document ──► a turn ──► the same with its answer and a new question ──► ...   a conversation that grows
+    │                                                                              sometimes restarted
+    └──► now and then an invalid request
 """
 
 from __future__ import annotations

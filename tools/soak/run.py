@@ -1,9 +1,9 @@
 """One soak: a stack and a Redis of its own, tenants before it, faults within it, and a watch over it.
 
-    1. start     Redis, workers, gateway, the oracle
-    2. soak      tenants send requests and faults strike, until time is up
-    3. restore   what is broken is restored; everything must become idle, each worker with one segment
-    4. stop      no process may be left, and nothing in shared memory
+1. start     Redis, workers, gateway, the oracle
+2. soak      tenants send requests and faults strike, until time is up
+3. restore   what is broken is restored; everything must become idle, each worker with one segment
+4. stop      no process may be left, and nothing in shared memory
 """
 
 from __future__ import annotations
