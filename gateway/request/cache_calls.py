@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.errors import CacheUnknown, NoMapper
+from gateway.errors import CacheUnknown, CircuitOpen, NoMapper
 from gateway.request import bodies
+from gateway.request.lookup import PrefixHit
 from gateway.request.route import Parts, check_may_use
 from gateway.request.run import cache_access, counted_transfer
 from gateway.request.steps import wait_budget
@@ -36,27 +39,15 @@ class CacheCall:
     async def prefill(self, asked: PrefixRequest) -> dict[str, Any]:
         """Prefill the prefix on a worker of the named model."""
         tier = self._tier(asked.target_model)
-        prompt = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
         has_begun = False
 
         def begin() -> None:
             nonlocal has_begun
             has_begun = True
 
-        async def call(worker: Worker) -> tuple[Worker, PrefillReply]:
-            request = PrefillRequest(
-                **prompt,
-                tools=asked.tools,
-                stable_messages=asked.stable_messages,
-                tenant_salt=self.tenant.salt,
-                ttl_s=asked.ttl_s,
-                deadline_ms=bodies.left_ms(self.deadline),
-            )
-            return worker, await worker.prefill(request, self.deadline, begin)
-
         with self.parts.shares.one(self.tenant.name):
             try:
-                worker, reply = await tier.call(call, wait=wait_budget(self.deadline))
+                worker, reply = await self._prefill(asked, tier, begin)
             except asyncio.CancelledError:
                 if has_begun:  # the client hung up while a worker was at it
                     text = Message(role="user", content=asked.prefix)
@@ -65,6 +56,24 @@ class CacheCall:
         cache_access(self.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=reply.num_tokens)
         await self._file(worker, reply, reply.num_tokens)
         return {"object": "cache", "model": tier.model} | reply.model_dump(include=PREFILL_FIELDS)
+
+    async def _prefill(
+        self, asked: PrefixRequest, tier: Tier, begin: Callable[[], None]
+    ) -> tuple[Worker, PrefillReply]:
+        prompt = {"prefix": asked.prefix} if asked.prefix is not None else {"messages": asked.for_workers}
+        wait = wait_budget(self.deadline)
+        while True:
+            worker = await tier.choose(wait=wait)
+            request = PrefillRequest(
+                **prompt,
+                tools=asked.tools,
+                stable_messages=asked.stable_messages,
+                tenant_salt=self.tenant.salt,
+                ttl_s=asked.ttl_s,
+                deadline_ms=bodies.left_ms(self.deadline),
+            )
+            with suppress(CircuitOpen):  # another call took the probe
+                return worker, await worker.prefill(request, self.deadline, begin)
 
     async def transfer(self, asked: HandoffRequest) -> dict[str, Any]:
         """Map a cache for another model, which then holds a cache of its own."""
@@ -82,24 +91,9 @@ class CacheCall:
         deadline = self.deadline
         if asked.deadline_ms is not None:
             deadline = deadline.earlier(Deadline.after(asked.deadline_ms / 1000))
-
-        async def call(worker: Worker) -> tuple[Worker, TransferReply]:
-            request = TransferRequest(
-                cache_id=source.entry.cache_id,
-                source_worker=source.entry.worker,
-                mapper=asked.mapper,
-                num_tokens=asked.num_tokens,
-                native_head=asked.native_head,
-                tenant_salt=self.tenant.salt,
-                ttl_s=asked.ttl_s,
-                deadline_ms=bodies.left_ms(deadline),
-            )
-            reply, _ = await counted_transfer(self.parts, worker, request, deadline)
-            return worker, reply
-
         with self.parts.shares.one(self.tenant.name):
             try:
-                worker, reply = await target.call_for_transfer(call, wait_budget(deadline))
+                worker, reply = await self._transfer(asked, source, target, deadline)
             except CacheUnusable as error:
                 await self.parts.caches.forget(source)
                 raise _unknown(asked.cache_id) from error
@@ -111,6 +105,26 @@ class CacheCall:
         cache_access(self.tenant, "transferred", worker=worker.id, cache_id=made, num_tokens=count, source=source_id)
         await self._file(worker, reply, count - reply.reused_tokens)
         return {"object": "cache", "model": target.model} | reply.model_dump(include=TRANSFER_FIELDS)
+
+    async def _transfer(
+        self, asked: HandoffRequest, source: PrefixHit, target: Tier, deadline: Deadline
+    ) -> tuple[Worker, TransferReply]:
+        wait = wait_budget(deadline)
+        while True:
+            worker = await target.choose_for_transfer(wait)
+            request = TransferRequest(
+                cache_id=source.entry.cache_id,
+                source_worker=source.entry.worker,
+                mapper=asked.mapper,
+                num_tokens=asked.num_tokens,
+                native_head=asked.native_head,
+                tenant_salt=self.tenant.salt,
+                ttl_s=asked.ttl_s,
+                deadline_ms=bodies.left_ms(deadline),
+            )
+            with suppress(CircuitOpen):
+                reply, _ = await counted_transfer(self.parts, worker, request, deadline)
+                return worker, reply
 
     def _tier(self, model: str | None) -> Tier:
         """By default, and for `auto`, the smallest that the key may use. Raises `ModelNotFound`, `PermissionDenied`."""

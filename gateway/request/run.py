@@ -13,13 +13,13 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Literal
 
 import structlog
 
 from gateway.errors import CircuitOpen
-from gateway.policies import Token
+from gateway.policies import Token, Verdict
 from gateway.request import bodies
 from gateway.request.route import Parts
 from gateway.request.steps import early_transfer, next_step
@@ -96,6 +96,7 @@ class Run:
         """Take steps until an answer is under way that may be delivered."""
         turn = self.turn
         while True:
+            # 1. Decide
             step, before = next_step(turn), turn.fallback
             if isinstance(step, Fail):
                 raise step.error
@@ -105,78 +106,70 @@ class Run:
             if isinstance(step, (Answer, Deliver)) and step.fallback not in (None, before):
                 self._metrics.full_prefill_fallback.labels(step.fallback.reason).inc()
                 log.info("fell_back", reason=step.fallback.reason)
-            if isinstance(step, Deliver):
-                assert turn.answering is not None and turn.answering.stream is not None
-                attempt.usage = turn.answering.stream.completion.kv  # sent with the first chunk, if at all
-                return turn.answering.stream
+
+            # 2. Carry out
             try:
-                await self._take(attempt, step)
+                match step:
+                    case Prefill():
+                        attempt.cache = await self._prefill(attempt, step)
+                    case Answer():
+                        if turn.route.is_single and len(turn.attempts) == 1:
+                            self._count_decision("answer")
+                        attempt.stream = await self._answer(attempt, step)
+                    case Judge():
+                        with attempt:
+                            attempt.verdict = await self._judge(attempt, step)
+                    case Escalate():
+                        if len(turn.attempts) == 1:
+                            self._count_decision("escalate")
+                        elif (rejected := turn.answering) is not None and rejected.stream is not None:
+                            await rejected.stream.aclose()
+                    case Transfer():
+                        with attempt:
+                            attempt.cache = await (self._join_early() if step.is_early else self._transfer(step))
+                    case Deliver():
+                        assert turn.answering is not None and turn.answering.stream is not None
+                        attempt.usage = turn.answering.stream.completion.kv  # sent with the first chunk, if at all
+                        return turn.answering.stream
+
+            # 3. Note what failed
             except KvrelayError as error:
                 attempt.error = error
                 log.info("attempt_failed", step=type(step).__name__.lower(), tier=step.tier.name, code=error.code)
+                if isinstance(error, CacheUnusable):
+                    await self._forget(step)
             attempt.ended_at = time.monotonic()
-
-    async def _take(self, attempt: Attempt, step: Step) -> None:
-        match step:
-            case Prefill():
-                attempt.cache = await self._prefill(attempt, step)
-            case Transfer():
-                with attempt:
-                    attempt.cache = await (self._join_early() if step.is_early else self._transfer(step))
-            case Answer():
-                if len(self.turn.attempts) == 1 and self.turn.route.is_single:
-                    self._count_decision("answer")
-                attempt.stream = await self._answer(attempt, step)
-            case Judge():
-                with attempt:
-                    await self._judge(attempt, step)
-            case Escalate():
-                if len(self.turn.attempts) == 1:
-                    self._count_decision("escalate")
-                elif (rejected := self.turn.answering) is not None and rejected.stream is not None:
-                    await rejected.stream.aclose()
 
     # Steps
 
     async def _prefill(self, attempt: Attempt, step: Prefill) -> CacheRef:
-        turn, prefixes = self.turn, self._parts.prefixes
-        lookup = turn.lookups[step.tier.name]
+        turn, lookup = self.turn, self.turn.lookups[step.tier.name]
         nearest = lookup.best(exact_only=True)
-
-        async def call(worker: Worker) -> CacheRef:
-            reply = await worker.prefill(bodies.prefill(turn, step.deadline), step.deadline, attempt.begin)
-            path: Path = "exact" if reply.cached_tokens else "prefill"
-            return CacheRef(worker, reply.cache_id, reply.num_tokens, path, prefill=reply)
-
+        preferred = nearest.entry.worker if nearest else None
         with attempt:
-            preferred = nearest.entry.worker if nearest else None
-            cache = await step.tier.call(call, preferred=preferred, wait=step.wait)
-        assert cache.prefill is not None
-        worker, num_tokens = cache.worker.id, cache.num_tokens
-        cache_access(turn.tenant, "written", worker=worker, cache_id=cache.cache_id, num_tokens=num_tokens)
-        await prefixes.file_prompt(turn.tenant, lookup, worker, cache.prefill)
-        return cache
+            while attempt.cache is None:
+                worker = await step.tier.choose(preferred=preferred, wait=step.wait)
+                with suppress(CircuitOpen):  # another call took the probe
+                    request = bodies.prefill(turn, step.deadline)
+                    reply = await worker.prefill(request, step.deadline, attempt.begin)
+                    path: Path = "exact" if reply.cached_tokens else "prefill"
+                    attempt.cache = CacheRef(worker, reply.cache_id, reply.num_tokens, path, prefill=reply)
+        num_tokens = reply.num_tokens
+        cache_access(turn.tenant, "written", worker=worker.id, cache_id=reply.cache_id, num_tokens=num_tokens)
+        await self._parts.prefixes.file_prompt(turn.tenant, lookup, worker.id, reply)
+        return attempt.cache
 
     async def _transfer(self, step: Transfer) -> CacheRef:
         turn, source = self.turn, step.source
-        try:
-            request = bodies.transfer(turn, step)
-            reply, took_s = await counted_transfer(self._parts, step.worker, request, step.deadline)
-        except CacheUnusable:
-            await self._forget(source)
-            raise
-        cache_access(
-            turn.tenant,
-            "transferred",
-            worker=step.worker.id,
-            cache_id=reply.cache_id,
-            num_tokens=reply.num_tokens,
-            source=source.cache_id,
-        )
+        request = bodies.transfer(turn, step)
+        reply, took_s = await counted_transfer(self._parts, step.worker, request, step.deadline)
+        made, num_tokens = reply.cache_id, reply.num_tokens
+        ids = {"worker": step.worker.id, "cache_id": made, "source": source.cache_id}
+        cache_access(turn.tenant, "transferred", **ids, num_tokens=num_tokens)
         return CacheRef(
             step.worker,
-            reply.cache_id,
-            reply.num_tokens,
+            made,
+            num_tokens,
             path="hybrid" if reply.decision == "hybrid" else "mapped",
             transfer=reply,
             transfer_ms=took_s * 1000,
@@ -185,31 +178,25 @@ class Run:
 
     async def _answer(self, attempt: Attempt, step: Answer) -> AnswerStream:
         turn, cache = self.turn, step.cache
-        request = bodies.answer(turn, step)
-
-        async def call(worker: Worker) -> AnswerStream:
-            attempt.worker = worker
-            return await worker.open_answer(
-                request, first_deadline=step.deadline, deadline=turn.deadline, on_begun=attempt.begin
-            )
-
-        with attempt:
-            if cache is None:
-                return await step.tier.call(call, avoid=step.avoid, wait=step.wait)
+        if cache is not None:
             cache_access(turn.tenant, "read", worker=cache.worker.id, cache_id=cache.cache_id)
-            try:
-                return await cache.worker.open_answer(
-                    request,
-                    first_deadline=step.deadline,
-                    deadline=turn.deadline,
-                    wait=step.wait,
-                    on_begun=attempt.begin,
-                )
-            except CacheUnusable:
-                await self._forget(cache)
-                raise
+        with attempt:
+            while True:
+                worker = cache.worker if cache else await step.tier.choose(avoid=step.avoid, wait=step.wait)
+                attempt.worker = worker
+                try:
+                    return await worker.open_answer(
+                        bodies.answer(turn, step),
+                        first_deadline=step.deadline,
+                        deadline=turn.deadline,
+                        wait=step.wait if cache else None,
+                        on_begun=attempt.begin,
+                    )
+                except CircuitOpen:  # another call took the probe: choose again
+                    if cache is not None:
+                        raise
 
-    async def _judge(self, attempt: Attempt, step: Judge) -> None:
+    async def _judge(self, attempt: Attempt, step: Judge) -> Verdict:
         """Judge the answer's first tokens, fewer if they leave no doubt; or the model's reply to the policy's question
         about its answer. If an escalation is likely, its transfer starts meanwhile."""
         turn, policy = self.turn, self.turn.route.policy
@@ -236,10 +223,13 @@ class Run:
             )
             await attempt.stream.finish()
             tokens = attempt.stream.completion.tokens[:1]
-        verdict = attempt.verdict = policy.judge(tokens[: policy.num_judged_tokens] if not policy.follow_up else tokens)
+        else:
+            tokens = tokens[: policy.num_judged_tokens]
+        verdict = policy.judge(tokens)
         if verdict.confidence is not None:
             self._metrics.cascade_confidence.observe(verdict.confidence)
         self._count_decision("accept" if verdict.accept else "escalate", verdict.reason)
+        return verdict
 
     async def _join_early(self) -> CacheRef:
         task, self._early = self._early, None
@@ -258,9 +248,10 @@ class Run:
         self._early, self.turn.early = None, None
         self._metrics.early_handoffs.labels("dropped").inc()
 
-    async def _forget(self, lost: CacheRef) -> None:
-        """The worker does not hold this cache: a miss after all, for this request too."""
-        if lost.hit is not None:
+    async def _forget(self, step: Step) -> None:
+        """The worker does not hold the step's cache: a miss after all, for this request too."""
+        lost = step.source if isinstance(step, Transfer) else step.cache if isinstance(step, Answer) else None
+        if lost is not None and lost.hit is not None:
             tier = lost.worker.tier
             self.turn.lookups[tier] = self.turn.lookups[tier].without(lost.hit)
             await self._parts.prefixes.forget(tier, lost.hit)
@@ -301,8 +292,8 @@ class Run:
                 try:
                     await self._close()
                 finally:
-                    num_read, num_written = turn.num_prompt_tokens, turn.num_written
-                    await parts.charge(turn.tenant, num_read, num_written, by_tier=turn.tokens_by_tier)
+                    cost = turn.cost()
+                    await parts.charge(turn.tenant, cost.num_read, cost.num_written, by_tier=cost.by_tier)
 
     async def _close(self) -> None:
         if self._early is not None:

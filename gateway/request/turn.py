@@ -202,6 +202,15 @@ class Attempt:
         self.was_cancelled = isinstance(error, asyncio.CancelledError)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Tokens to charge: the prompt once, and all that was written; and both by tier."""
+
+    num_read: int
+    num_written: int
+    by_tier: dict[str, int]
+
+
 @dataclass
 class Turn:
     """One request. `lookups` hold what the registry knows by tier, without caches that turned out to be lost. `early`
@@ -358,7 +367,8 @@ class Turn:
     @property
     def ttft_ms(self) -> float | None:
         """From arrival until an answer was ready to be delivered."""
-        return (self.delivery.started_at - self.arrived_at) * 1000 if self.delivery else None
+        delivery = self.delivery
+        return (delivery.started_at - self.arrived_at) * 1000 if delivery else None
 
     @property
     def handoff_ttft_ms(self) -> float | None:
@@ -376,7 +386,8 @@ class Turn:
     @property
     def overhead_ms(self) -> float:
         """The part of `ttft_ms` that was spent neither on the client's body nor on workers."""
-        waited_s = self.waited_s + sum(attempt.waited_s for attempt in self.attempts if attempt is not self.delivery)
+        delivery = self.delivery
+        waited_s = self.waited_s + sum(attempt.waited_s for attempt in self.attempts if attempt is not delivery)
         return max(0.0, (self.ttft_ms or 0.0) - waited_s * 1000)
 
     @property
@@ -431,47 +442,35 @@ class Turn:
         }
         return report if self.explanation is None else report | {"explained": self.explanation}
 
-    # What it costs
-
     @property
     def streams(self) -> list[AnswerStream]:
         """Every answer of this turn, delivered or not, and every reply to a policy's question."""
         return [attempt.stream for attempt in self.attempts if attempt.stream is not None]
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The prompt's length, as some worker counted it. Estimated if a worker was at it and counted nothing yet."""
-        answers = [one.stream for one in self.attempts if one.stream is not None and isinstance(one.step, Answer)]
-        counts = [stream.completion.num_prompt_tokens for stream in answers]
-        caches = [one.step.source for one in self.attempts if isinstance(one.step, Transfer) and not one.step.is_down]
-        if self.small_cache is not None and not self.route.is_single:
-            caches.append(self.small_cache)
-        num_tokens = max([0, *(cache.num_tokens for cache in caches), *counts])
-        if not num_tokens and (answers or self._abandoned):
-            num_tokens = estimate_tokens(self.messages)
-        return num_tokens
+    def cost(self) -> Cost:
+        """The prompt counts once, as some worker counted it; estimated if a worker was at it and counted nothing yet.
 
-    @property
-    def num_written(self) -> int:
-        return sum(stream.completion.num_written for stream in self.streams)
-
-    @property
-    def tokens_by_tier(self) -> dict[str, int]:
-        """For each tier that answered: the prompt once, and all that it wrote."""
-        by_tier = dict.fromkeys(self._abandoned, self.num_prompt_tokens)
-        for stream in self.streams:
-            by_tier.setdefault(stream.worker.tier, self.num_prompt_tokens)
-            by_tier[stream.worker.tier] += stream.completion.num_written
-        return by_tier
-
-    @property
-    def _abandoned(self) -> list[str]:
-        """The tiers that were at work on a call when the client hung up; a queued call costs nothing."""
-        return [
-            one.step.tier.name
-            for one in self.attempts
-            if one.was_cancelled and one.has_begun and one.stream is None and not isinstance(one.step, Transfer)
-        ]
+        A tier pays for the prompt if it answered, or was at work on a call when the client hung up; a queued call costs
+        nothing.
+        """
+        num_prompt, by_tier, is_started = 0, dict[str, int](), False
+        for attempt in self.attempts:
+            step, stream, tier = attempt.step, attempt.stream, attempt.step.tier.name
+            if isinstance(step, Transfer):
+                num_prompt = max(num_prompt, 0 if step.is_down else step.source.num_tokens)
+            elif stream is not None:
+                by_tier[tier] = by_tier.get(tier, 0) + stream.completion.num_written
+                if isinstance(step, Answer):
+                    is_started, num_prompt = True, max(num_prompt, stream.completion.num_prompt_tokens)
+            elif attempt.was_cancelled and attempt.has_begun:
+                by_tier.setdefault(tier, 0)
+                is_started = True
+        if not self.route.is_single and (cache := self.small_cache) is not None:
+            num_prompt = max(num_prompt, cache.num_tokens)
+        num_written = sum(by_tier.values())
+        if not num_prompt and is_started:
+            num_prompt = estimate_tokens(self.messages)
+        return Cost(num_prompt, num_written, {tier: num_prompt + written for tier, written in by_tier.items()})
 
 
 def text_bytes(messages: Iterable[Message]) -> int:

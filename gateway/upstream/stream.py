@@ -36,7 +36,7 @@ class AnswerStream:
         self.is_closed = False
         self._chunks = chunks
         self._slot = slot
-        self._span = tracing.begin("decode")
+        self.span = tracing.begin("decode")
         self._deadline = deadline
         self._received: deque[Chunk] = deque()  # not yet added to `completion`
         self._held: list[Chunk] = []  # added, not yet given out
@@ -45,17 +45,11 @@ class AnswerStream:
     def has_ended(self) -> bool:
         return self._chunks.has_ended and not self._received
 
-    async def start(self, deadline: Deadline) -> None:
-        """Read until there is content, or until the end: an answer may be empty."""
-        with self._span.entered():
-            while self.first_at is None and not self.has_ended:
-                await self._pull(deadline)
-
     async def read_on(self, num_tokens: int, deadline: Deadline) -> bool:
         """Read one more chunk. False if there are `num_tokens` already, or the answer has ended."""
         if len(self.completion.tokens) >= num_tokens or self.has_ended:
             return False
-        await self._pull(deadline)
+        await self.pull(deadline)
         return True
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
@@ -65,12 +59,12 @@ class AnswerStream:
                 chunks, self._held = self._held, []
                 yield chunks
             else:
-                await self._pull(self._gap_deadline, max_chunks=ALL)
+                await self.pull(self._gap_deadline, max_chunks=ALL)
 
     async def finish(self) -> None:
         """Read to the end, for `completion`."""
         while not self.has_ended:
-            await self._pull(self._gap_deadline, max_chunks=ALL)
+            await self.pull(self._gap_deadline, max_chunks=ALL)
         self._held.clear()
 
     @property
@@ -85,10 +79,10 @@ class AnswerStream:
         try:
             await self._chunks.aclose()
         finally:
-            self._span.end()
+            self.span.end()
             self._slot.release(error)
 
-    async def _pull(self, deadline: Deadline, *, max_chunks: int = 1) -> None:
+    async def pull(self, deadline: Deadline, *, max_chunks: int = 1) -> None:
         """Add the next chunks to the completion and hold them; at the end there are none."""
         try:
             if not self._received:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
 
-from gateway.errors import CircuitOpen, NoUsableWorker
+from gateway.errors import NoUsableWorker
 from gateway.upstream.breaker import Breaker, State, wait_until_one_admits
 from gateway.upstream.deadline import Deadline
 from gateway.upstream.limits import Gate
@@ -15,8 +13,6 @@ from workers.api.schemas import WorkerInfo
 
 AFFINITY_SLACK = 4  # calls in flight: a worker that holds the prefix may be this much busier than another
 DOWN_RETRY_S = 2.0  # sent to clients if no worker is usable for another reason than a circuit
-
-T = TypeVar("T")
 
 
 class Tier:
@@ -77,34 +73,22 @@ class Tier:
     def _in_service(self, avoid: Collection[str] = ()) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.is_in_service and worker.id not in avoid]
 
-    # Calls
+    # Waiting
 
-    async def call(
-        self,
-        call: Callable[[Worker], Awaitable[T]],
-        *,
-        preferred: str | None = None,
-        avoid: Collection[str] = (),
-        wait: Deadline | None = None,
-    ) -> T:
-        """Run `call` on the worker chosen by `pick`. If no worker is usable, wait in the tier's queue up to the wait
-        budget for the first that is. Raises `NoUsableWorker`, and what `call` raises except `CircuitOpen`."""
-        while True:
-            await self._wait_for_circuit(lambda: [worker.breaker for worker in self._in_service(avoid)], wait)
-            worker = self.pick(preferred, avoid)
-            with suppress(CircuitOpen):  # another call took the probe: pick again
-                return await call(worker)
+    async def choose(
+        self, *, preferred: str | None = None, avoid: Collection[str] = (), wait: Deadline | None = None
+    ) -> Worker:
+        """As `pick`, but if no worker is usable, wait in the tier's queue up to the wait budget for the first that is.
+        If its circuit then rejects the call (`CircuitOpen`: another call took the probe), choose again."""
+        await self._wait_for_circuit(lambda: [worker.breaker for worker in self._in_service(avoid)], wait)
+        return self.pick(preferred, avoid)
 
-    async def call_for_transfer(self, call: Callable[[Worker], Awaitable[T]], wait: Deadline | None) -> T:
-        """As `call`, for a transfer, which the worker's transfer circuit has to admit. A worker whose answers fail is
-        never picked, since its new cache is there to answer from."""
-        while True:
-            await self._wait_for_circuit(self._transfer_circuits, wait)
-            worker = self._pick_among(
-                [worker for worker in self.workers.values() if worker.is_usable and worker.transfers.admits]
-            )
-            with suppress(CircuitOpen):
-                return await call(worker)
+    async def choose_for_transfer(self, wait: Deadline | None) -> Worker:
+        """As `choose`, for a transfer, which the worker's transfer circuit has to admit. A worker whose answers fail is
+        never chosen, since its new cache is there to answer from."""
+        await self._wait_for_circuit(self._transfer_circuits, wait)
+        usable = [worker for worker in self.workers.values() if worker.is_usable and worker.transfers.admits]
+        return self._pick_among(usable)
 
     def _transfer_circuits(self) -> list[Breaker]:
         """For each worker whose answers do not fail: the circuit that has yet to admit a transfer."""

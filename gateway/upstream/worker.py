@@ -201,7 +201,9 @@ class Worker:
         completion = Completion() if request.is_chat else TextCompletion()
         stream = AnswerStream(self, chunks, slot, deadline, completion)
         try:
-            await stream.start(first_deadline)
+            with stream.span.entered():
+                while stream.first_at is None and not stream.has_ended:  # an answer may be empty
+                    await stream.pull(first_deadline)
         except BaseException as error:
             await stream.aclose(error)
             raise

@@ -14,7 +14,6 @@ import pytest
 
 from gateway.errors import CircuitOpen
 from gateway.upstream.breaker import Breaker, State
-from gateway.upstream.deadline import Deadline
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.worker import Worker
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, told, values
@@ -300,18 +299,23 @@ async def test_a_handoff_goes_to_whoever_takes_any() -> None:
         assert told(await stack.escalate(another))["path"] == "fallback:circuit_open"
 
 
-async def test_who_comes_too_late_for_a_trial_asks_whom_else_there_is(stack: Stack) -> None:
-    tier, asked = fleet_of(stack).tiers["large"], list[str]()
+@pytest.mark.parametrize(("method", "waits_for"), [("open_answer", "answer"), ("transfer", "transfer")])
+async def test_a_call_that_loses_the_probe_to_another_chooses_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, method: str, waits_for: str
+) -> None:
+    worker, num_calls = worker_of(stack, "large-0"), 0
+    real = getattr(worker, method)
 
-    async def call(worker: Worker) -> str:
-        asked.append(worker.id)
-        if len(asked) % 2:
-            raise CircuitOpen("another was faster")
-        return "answer"
+    async def loses_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise CircuitOpen("another call took the probe")
+        return await real(*args, **kwargs)
 
-    for calling in (tier.call(call), tier.call_for_transfer(call, Deadline.after(1.0))):
-        assert await calling == "answer"
-    assert asked == ["large-0"] * 4
+    monkeypatch.setattr(worker, method, loses_once)
+    assert (await reply_of(stack, waits_for)).status_code == 200
+    assert num_calls == 2
 
 
 async def test_the_time_of_a_transfer_begins_behind_the_wait() -> None:
