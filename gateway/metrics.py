@@ -1,10 +1,9 @@
-"""What is counted, under the names of vLLM after the prefix `kvrelay_` where vLLM has one.
+"""The gateway's metrics. After the prefix `kvrelay_` they are named as in vLLM, where vLLM has the same one.
 
-What a worker counts of its caches and transfers (`kv_transfer_*`, `prefix_cache_*`) is not counted a second time here:
-a sum over all jobs stays a sum. The gateway has `handoffs_*` and `prefix_lookup*` of its own.
+What a worker counts of its caches and transfers (`kv_transfer_*`, `prefix_cache_*`) is not counted again here, so that
+a sum over all jobs stays right. The gateway has its own `handoffs_*` and `prefix_lookup*`.
 
-No label ever takes a key, a user, a hash, a request id or a raw client string: `Labels` maps what a client wrote to
-what is configured, else to `other`.
+No label ever holds a key, a user, a hash, a request id or a raw client string: unknown values become `other`.
 """
 
 from __future__ import annotations
@@ -47,51 +46,51 @@ class Metrics:
             "time_to_first_token_seconds", "Arrival to the first token", TTFT_BUCKETS, "tier", "path"
         )
         self.inter_token_latency = spread(
-            "inter_token_latency_seconds", "Between two chunks of an answer", TOKEN_BUCKETS, "tier"
+            "inter_token_latency_seconds", "Time between two chunks of an answer", TOKEN_BUCKETS, "tier"
         )
         self.e2e_request_latency = spread(
             "e2e_request_latency_seconds", "Arrival to the end of the answer", LATENCY_BUCKETS, "tier"
         )
         self.request_prefill_time = spread(
-            "request_prefill_time_seconds", "What the answering model took to read natively", TTFT_BUCKETS, "tier"
+            "request_prefill_time_seconds", "Native prefill of the answering model", TTFT_BUCKETS, "tier"
         )
         self.overhead = spread("overhead_seconds", "Time in the gateway, workers not counted", OVERHEAD_BUCKETS)
-        self.num_requests_running = gauge("num_requests_running", "Calls under way to a tier", "tier")
-        self.num_requests_waiting = gauge("num_requests_waiting", "Calls that wait for a place in a tier", "tier")
+        self.num_requests_running = gauge("num_requests_running", "Calls in flight to a tier", "tier")
+        self.num_requests_waiting = gauge("num_requests_waiting", "Calls waiting for a slot in a tier", "tier")
 
         self.prefix_lookups = count("prefix_lookups_total", "Prompts looked up in the registry", "tier")
-        self.prefix_lookup_hits = count("prefix_lookup_hits_total", "Prompts of which a beginning was found", "tier")
-        self.prefix_lookup_stale = count("prefix_lookup_stale_total", "Found, and lost at the worker", "tier")
+        self.prefix_lookup_hits = count("prefix_lookup_hits_total", "Prompts with a registered prefix", "tier")
+        self.prefix_lookup_stale = count("prefix_lookup_stale_total", "Hits that the worker no longer held", "tier")
         self.registry_ops = count("registry_ops_total", "Registry operations", "op", "result")
 
         self.cascade_decisions = count(
-            "cascade_decisions_total", "What the policy decided", "policy", "decision", "reason"
+            "cascade_decisions_total", "Decisions of the policy", "policy", "decision", "reason"
         )
         self.cascade_confidence = spread(
-            "cascade_confidence", "What the policy scored the small model's answer with", CONFIDENCE_BUCKETS
+            "cascade_confidence", "Scores that the policy gave the small model's answers", CONFIDENCE_BUCKETS
         )
         self.full_prefill_fallback = count(
-            "full_prefill_fallback_total", "Answers that a failed fast path left to a full prefill", "reason"
+            "full_prefill_fallback_total", "Fallbacks to a full prefill", "reason"
         )
-        self.handoffs = count("handoffs_total", "Handoffs asked for, by what came of it", "result")
+        self.handoffs = count("handoffs_total", "Handoffs by result", "result")
         self.early_handoffs = count(
-            "early_handoffs_total", "Handoffs begun while the small model still wrote: used, or dropped", "result"
+            "early_handoffs_total", "Handoffs started during judgement: used or dropped", "result"
         )
-        self.handoff_duration = spread("handoff_duration_seconds", "A handoff, as the gateway waits", TTFT_BUCKETS)
+        self.handoff_duration = spread("handoff_duration_seconds", "Duration of a handoff", TTFT_BUCKETS)
         self.prefill_seconds_saved = count(
-            "prefill_seconds_saved_total", "Predicted prefill of what was handed over, less the time of the handoff"
+            "prefill_seconds_saved_total", "Predicted prefill time saved by handoffs, their own time subtracted"
         )
 
         self.circuit_state = gauge("circuit_state", "0 closed, 1 half-open, 2 open", "target")
-        self.circuit_transitions = count("circuit_transitions_total", "Circuit changes", "target", "to")
-        self.config_generation = gauge("config_generation", "How many configurations this process has used")
-        self.config_reload = count("config_reload_total", "Configurations read anew, by what came of it", "result")
-        self.worker_restarts = count("worker_restarts_total", "Restarts noticed by a new epoch", "target")
+        self.circuit_transitions = count("circuit_transitions_total", "Circuit transitions", "target", "to")
+        self.config_generation = gauge("config_generation", "Number of configurations that this process has used")
+        self.config_reload = count("config_reload_total", "Configuration reloads by result", "result")
+        self.worker_restarts = count("worker_restarts_total", "Worker restarts, noticed by a new epoch", "target")
         gauge("asyncio_tasks", "Tasks of the event loop").set_function(num_tasks)
         self.client_disconnects = count("client_disconnects_total", "Clients that hung up", "phase")
 
     def show_gate(self, tier: str, gate: Gate) -> None:
-        """How many it holds is asked of it when somebody wants to know."""
+        """Export a gate's counts, read when metrics are scraped."""
         self.num_requests_running.labels(tier).set_function(lambda: gate.num_running)
         self.num_requests_waiting.labels(tier).set_function(lambda: gate.num_waiting)
 
@@ -100,7 +99,7 @@ class Metrics:
         self.circuit_transitions.labels(target, to.name.lower()).inc()
 
     def forget_worker(self, worker_id: str) -> None:
-        """It is there no more; the names of workers that are found change without end."""
+        """Drop the series of a worker that is gone: discovered workers' names never stop changing."""
         for target in (worker_id, f"{worker_id}/transfer"):
             for of_target in (self.circuit_state, self.circuit_transitions, self.worker_restarts):
                 of_target.remove_by_labels({"target": target})
@@ -116,7 +115,7 @@ class Metrics:
             self.request_prefill_time.labels(tier).observe(prefill_s)
 
     def handed_over(self, took_s: float, prefill_s: float) -> None:
-        """A handoff that took `took_s`, in place of a prefill predicted to take `prefill_s`."""
+        """A handoff that took `took_s` instead of a prefill predicted to take `prefill_s`."""
         self.handoffs.labels("ok").inc()
         self.handoff_duration.observe(took_s)
         self.prefill_seconds_saved.inc(max(0.0, prefill_s - took_s))
@@ -138,6 +137,6 @@ class Metrics:
 
 
 def _kept(metric: M) -> M:
-    """What `labels` has made it finds again by the values as they come: a request asks for ten."""
+    """Cache the children of a metric by label values: a request needs ten of them."""
     metric.labels = cache(metric.labels)  # type: ignore[method-assign]
     return metric

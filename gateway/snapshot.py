@@ -26,10 +26,10 @@ from gateway.state import registry
 from gateway.state.quotas import Quotas
 from gateway.state.registry import Registry
 from gateway.state.tenants import AdminKey, Tenants
+from gateway.state.usage import Usage
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.limits import TenantShares
 from gateway.upstream.worker import Worker
-from gateway.usage import Usage
 from workers.api.tasks import cancel_and_wait
 
 log = structlog.get_logger()

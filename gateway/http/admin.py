@@ -50,7 +50,7 @@ async def state(request: Request) -> Response:
 
 @router.get("/usage")
 async def usage(request: Request) -> Response:
-    return json_reply(request.app.state.gateway.usage.told())
+    return json_reply(request.app.state.gateway.usage.report())
 
 
 @router.post("/reload")

@@ -14,10 +14,10 @@ from gateway.request.turn import Route, Turn
 from gateway.settings import AUTO, Settings
 from gateway.state.quotas import Quotas
 from gateway.state.tenants import Tenant
+from gateway.state.usage import Usage
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.limits import TenantShares
 from gateway.upstream.tier import Tier
-from gateway.usage import Usage
 from workers.api import tracing
 from workers.api.errors import InvalidRequest
 

@@ -88,7 +88,7 @@ async def test_a_chunk_that_is_none_is_a_workers_failure(broken: str, policy: st
             "fallback:small_worker_unavailable",
         )
         assert (await stack.chat(model="small")).status_code == 502
-        used = stack.app.state.gateway.usage.told()["tenants"]["default"]
+        used = stack.app.state.gateway.usage.report()["tenants"]["default"]
         assert used["requests"] == 2 and 0 < used["tokens_read"] < 3000
 
 
