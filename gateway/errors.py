@@ -1,31 +1,25 @@
-"""What the gateway itself refuses, and how any error is told to an OpenAI client.
+"""Errors that the gateway raises itself, and what a client sees of any error.
 
-    KvrelayError                (workers.api.errors; what workers raise lies there too)
-    ├── InvalidRequest           400  and, below it, what is shared with workers: ModelNotFound 404, RequestTooSlow 408,
+    KvrelayError                (workers.api.errors, with all that workers raise)
+    ├── InvalidRequest           400  and its subclasses, shared with workers: ModelNotFound 404, RequestTooSlow 408,
     │                                 RequestTooLarge 413
-    ├── SettingsError                 at start: the configuration names a key and what it allows
-    ├── AuthenticationFailed     401  no API key, or an unknown one
-    ├── PermissionDenied         403  the tenant may not use this model
-    ├── NotFound                 404  no such route
-    ├── CacheUnknown             404  the tenant has no such cache, or has it no more
-    ├── NoMapper                 409  for a cache that a client wants handed over
-    ├── MethodNotAllowed         405
-    ├── HeadersTooLarge          431
-    ├── RateLimited              429  the tenant has too much in flight, or has used up its minute
-    ├── NoUsableWorker           503  every worker of the tier is down, or its circuit is open
-    ├── CircuitOpen              503  this worker's circuit is open
-    ├── InternalError            500  a bug of ours; the log knows more
-    ├── UpstreamError            502  a worker failed, and there was no other way to answer
-    └── ClientDisconnected       499  in logs and metrics only
+    ├── EdgeError                     workers.api.http.errors: no such route, headers too large, client disconnected ...
+    ├── SettingsError                 at startup: names the key and what it allows
+    └── GatewayError
+        ├── AuthenticationFailed 401  no API key, or an unknown one
+        ├── PermissionDenied     403  the tenant may not use this model
+        ├── CacheUnknown         404  the tenant has no such cache
+        ├── NoMapper             409  no usable mapper for the transfer that a client asked for
+        ├── RateLimited          429  the tenant has too many requests in flight, or has used up its minute
+        ├── NoUsableWorker       503  every worker of the tier is down, or its circuit is open
+        ├── CircuitOpen          503  this worker's circuit is open
+        └── UpstreamError        502  a worker failed, and no fallback was left
 """
 
 from __future__ import annotations
 
-import math
-
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
-
-DEFAULT_RETRY_AFTER_S = 1.0
+from workers.api.http.errors import EdgeError
 
 
 class SettingsError(KvrelayError):
@@ -33,7 +27,7 @@ class SettingsError(KvrelayError):
 
 
 class GatewayError(KvrelayError):
-    """Told to the client as it stands."""
+    """Shown to the client unchanged."""
 
 
 class AuthenticationFailed(GatewayError):
@@ -44,24 +38,12 @@ class PermissionDenied(GatewayError):
     status, type, code = 403, "permission_error", "permission_denied"
 
 
-class NotFound(GatewayError):
-    status, type, code = 404, "invalid_request_error", "not_found"
-
-
 class CacheUnknown(GatewayError):
     status, type, code = 404, "invalid_request_error", "cache_not_found"
 
 
 class NoMapper(GatewayError):
     status, type, code = 409, "invalid_request_error", "no_mapper"
-
-
-class MethodNotAllowed(GatewayError):
-    status, type, code = 405, "invalid_request_error", "method_not_allowed"
-
-
-class HeadersTooLarge(GatewayError):
-    status, type, code = 431, "invalid_request_error", "headers_too_large"
 
 
 class RateLimited(GatewayError):
@@ -76,16 +58,8 @@ class CircuitOpen(GatewayError):
     status, type, code = 503, "overloaded", "circuit_open"
 
 
-class ClientDisconnected(GatewayError):
-    status, type, code = 499, "client_disconnected", "client_disconnected"
-
-
-class InternalError(GatewayError):
-    status, type, code = 500, "internal_error", "internal_error"
-
-
 class UpstreamError(GatewayError):
-    """The worker's own words stay in the log: they name addresses."""
+    """Hides the worker's message, which may name addresses; the log has it."""
 
     status, type, code = 502, "upstream_error", "upstream_error"
 
@@ -94,16 +68,6 @@ def for_client(error: KvrelayError) -> KvrelayError:
     """The error as a client may see it."""
     if isinstance(error, DeadlineExceeded):
         return DeadlineExceeded("no answer within the time that a request may take")
-    if isinstance(error, (GatewayError, InvalidRequest, Overloaded)):
+    if isinstance(error, (GatewayError, EdgeError, InvalidRequest, Overloaded)):
         return error
     return UpstreamError(f"the model's worker failed ({error.code})")
-
-
-def reply_headers(error: KvrelayError) -> dict[str, str]:
-    """`Retry-After` where waiting helps; `x-should-retry: false` where the client's own retries cannot."""
-    if error.status in (429, 503):
-        return {"retry-after": str(math.ceil(error.retry_after_s or DEFAULT_RETRY_AFTER_S))}
-    headers = {"x-should-retry": "false"} if error.status in (408, 409, 504) else {}
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return headers

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gateway.request.lookup import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
+from workers.api.http.errors import invalid_request
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Message, ResponseFormat, StreamOptions
 
 R = TypeVar("R", bound="ClientRequest")
@@ -27,7 +28,6 @@ MAX_DEPTH = 64
 MAX_VALUES = 32_768  # far more than any conversation takes; checking millions would hold up everybody
 MAX_FIELDS, FIELD_DEPTH = 256, 3  # of one object, as far down as it is known which fields there are
 MAX_NAME_CHARS = 256
-SHOWN_CHARS = 80
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
@@ -284,35 +284,12 @@ def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
     try:
         request = kind.model_validate(body)
     except ValidationError as error:
-        raise invalid(error, kind) from error
+        raise invalid_request(error.errors(include_url=False), kind.model_fields, hide_private=False) from error
     if len(request.conversation) > limits.max_messages:
         raise RequestTooLarge(
             f"{len(request.conversation)} messages; at most {limits.max_messages} are allowed", param="messages"
         )
     return request
-
-
-def invalid(error: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    """The most specific thing wrong, in one line: where, what, and the value."""
-    problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
-    where = _clipped(".".join(str(part) for part in problem["loc"] if not _is_branch(part)))
-    told = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        return InvalidRequest(f"unknown field {where!r}; known: {', '.join(model.model_fields)}", param=where)
-    if problem["type"] == "missing":
-        return InvalidRequest(f"{where}: this field is required", param=where)
-    if not where:  # of the whole request, which is not repeated
-        return InvalidRequest(told)
-    return InvalidRequest(f"{where}: {told}; got {_clipped(repr(problem['input']))}", param=where)
-
-
-def _is_branch(part: int | str) -> bool:
-    """Where a value may be of several types, pydantic puts the type into the path."""
-    return part == "str" or "[" in str(part)
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def _check_shape(body: dict[str, Any]) -> None:

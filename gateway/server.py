@@ -21,11 +21,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway.errors import SettingsError
-from gateway.protocol import Protocol
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
 from gateway.state.reload import Source
 from workers.api.addresses import family_of, http_url
+from workers.api.http.protocol import Protocol
 from workers.api.process import write_ready_file
 
 # How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else

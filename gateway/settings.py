@@ -76,6 +76,7 @@ class WorkerSettings(BaseModel):
 class ServerSettings(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65_535)
+    docs: bool = True
 
     @property
     def is_loopback(self) -> bool:

@@ -1,22 +1,29 @@
-"""The worker as an ASGI application."""
+"""`create_app`: the worker as an ASGI application."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from starlette.types import ASGIApp
+from typing import Any
 
-from workers.routes import bundles, caches, completions, health, prompts
-from workers.routes.guard import LimitBody, Record, RequireSecret
-from workers.routes.replies import install_error_replies
+from fastapi import FastAPI
+
+from workers.api.http.edge import EdgeMiddleware
+from workers.api.http.health import READY, health_router
+from workers.api.http.replies import install_error_replies
+from workers.routes import caches, completions, model
+from workers.routes.edge import WorkerEdge
 from workers.serving.worker import Worker
 
 
-def create_app(worker: Worker, secret: str) -> ASGIApp:
-    """Serves `worker` to whoever knows `secret`. The caller opens and closes the worker."""
+def create_app(worker: Worker, secret: str) -> FastAPI:
+    """Serve `worker` to callers that know `secret`. The caller opens and closes the worker."""
+
+    def readiness() -> dict[str, Any]:
+        return {"status": "draining" if worker.draining else READY}
+
     app = FastAPI(title="kvrelay worker", openapi_url=None)
-    app.state.worker = worker
+    app.state.worker, app.state.edge = worker, WorkerEdge(worker.settings, worker.metrics, secret)
+    for router in (health_router(readiness, worker.metrics.expose), model.router, caches.router, completions.router):
+        app.include_router(router)
+    app.add_middleware(EdgeMiddleware, edge=app.state.edge)
     install_error_replies(app)
-    for part in (health, prompts, caches, bundles, completions):
-        app.include_router(part.router)
-    limited = LimitBody(app, worker.settings.max_body_bytes, worker.settings.body_timeout_s)
-    return Record(RequireSecret(limited, secret), worker.metrics)
+    return app

@@ -20,6 +20,7 @@ import uvicorn
 from workers.api import tracing
 from workers.api.addresses import ANY_HOST, http_url, listen
 from workers.api.errors import KvrelayError
+from workers.api.http.protocol import Protocol
 from workers.api.logs import configure_logs
 from workers.api.process import write_ready_file
 from workers.app import create_app
@@ -86,6 +87,8 @@ async def run(worker: Worker, secret: str, listener: socket.socket, ready_file: 
     """What `serve` does once the worker is built."""
     config = uvicorn.Config(
         create_app(worker, secret),
+        http=Protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from contextlib import closing
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.connection import HangUp
-from gateway.errors import ClientDisconnected
-from gateway.http.incoming import take_in
-from gateway.http.replies import json_reply
+from gateway.http.edge import API_KEY, ERRORS, BodyRoute
 from gateway.request.cache_calls import CacheCall
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
-from gateway.state.tenants import Tenant
 from gateway.upstream.deadline import Deadline
+from workers.api.http.disconnect import until_disconnect
+from workers.api.http.replies import json_reply
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute, tags=["caches"], dependencies=[API_KEY], responses=ERRORS)
 
 
 @router.post("/v1/prefix/prefill")
-async def prefill(request: Request) -> Response:
-    taken = await take_in(request, PrefixRequest)
-    return await _replied(request, "prefill", _call(request, taken.tenant).prefill(taken.asked))
+async def prefill(body: PrefixRequest, request: Request) -> Response:
+    """Prefill a text or a conversation, and return the id of its cache."""
+    return await _reply(request, "prefill", _call(request).prefill(body))
 
 
 @router.post("/v1/cache/transfer")
-async def transfer(request: Request) -> Response:
-    taken = await take_in(request, HandoffRequest)
-    return await _replied(request, "transfer", _call(request, taken.tenant).transfer(taken.asked))
+async def transfer(body: HandoffRequest, request: Request) -> Response:
+    """Map a cache into another model, and return the id of the new cache."""
+    return await _reply(request, "transfer", _call(request).transfer(body))
 
 
-def _call(request: Request, tenant: Tenant) -> CacheCall:
+def _call(request: Request) -> CacheCall:
     snapshot: Snapshot = request.state.snapshot
     deadline = Deadline.after(snapshot.settings.deadlines.request_s)
-    return CacheCall(tenant, snapshot.parts, deadline)
+    return CacheCall(request.state.tenant, snapshot.parts, deadline)
 
 
-async def _replied(request: Request, phase: str, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+async def _reply(request: Request, phase: str, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     """A client that hangs up stops the worker."""
-    with closing(HangUp(request.receive)) as hang_up:
-        try:
-            return json_reply(await hang_up.race(work))
-        except ClientDisconnected:
-            request.app.state.gateway.metrics.client_disconnects.labels(phase).inc()
-            raise
+    disconnects = request.app.state.gateway.metrics.client_disconnects
+    return json_reply(await until_disconnect(work, request.receive, lambda: disconnects.labels(phase).inc()))

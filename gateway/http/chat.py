@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.connection import EventStream, HangUp, Pump
-from gateway.errors import ClientDisconnected
-from gateway.http.incoming import take_in
+from gateway.errors import for_client
+from gateway.http.edge import API_KEY, ERRORS, BodyRoute
 from gateway.http.render import completion, frames
-from gateway.http.replies import json_reply
 from gateway.request.explain import explain
 from gateway.request.route import choose
 from gateway.request.run import Run
@@ -21,96 +18,79 @@ from gateway.request.turn import Turn
 from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
 from gateway.upstream.deadline import Deadline
+from workers.api.errors import KvrelayError
+from workers.api.http.disconnect import DisconnectWatch, until_disconnect
+from workers.api.http.errors import ClientDisconnected
+from workers.api.http.replies import json_reply, log_error
+from workers.api.http.stream import EventStream
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute, tags=["completions"], dependencies=[API_KEY], responses=ERRORS)
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request) -> Response:
-    return await _answered(request, await _turn(request, ChatCompletionRequest))
+async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation, whole or as server-sent events."""
+    return await _answer(body, request)
 
 
 @router.post("/v1/completions")
-async def text_completions(request: Request) -> Response:
-    return await _answered(request, await _turn(request, TextCompletionRequest))
-
-
-DIRECT = {"/v1/chat/completions": chat_completions, "/v1/completions": text_completions}
-
-
-async def _answered(request: Request, turn: Turn) -> Response:
-    snapshot: Snapshot = request.state.snapshot
-    turn.route = await choose(snapshot.parts, turn)
-    run = Run(snapshot.parts, turn)
-    hang_up = HangUp(request.receive)
-    try:
-        if turn.request.kvrelay.explain:
-            started = time.monotonic()
-            turn.explanation = await hang_up.race(explain(snapshot.parts, turn))
-            turn.waited_s += time.monotonic() - started
-        return await (_streamed if turn.request.stream else _whole)(request, turn, run, hang_up)
-    except ClientDisconnected:
-        _count_hang_up(request, turn)
-        hang_up.close()
-        raise
-    except BaseException:
-        hang_up.close()
-        raise
-
-
-async def _whole(request: Request, turn: Turn, run: Run, hang_up: HangUp) -> Response:
-    answer = await hang_up.race(run.whole())
-    hang_up.close()
-    return json_reply(completion(turn, answer), headers=_headers(request, turn))
-
-
-async def _streamed(request: Request, turn: Turn, run: Run, hang_up: HangUp) -> Response:
-    """The status is held until there is content: what fails before is a real HTTP error."""
-    pump = Pump(frames(turn, run.chunks(), on_error=lambda error: _ended_as(request, error.status)))
-    try:
-        first = await hang_up.race(pump.next())
-    except BaseException:
-        await pump.aclose()
-        raise
-    assert first is not None
-    return EventStream(
-        first,
-        pump,
-        hang_up,
-        headers=_headers(request, turn),
-        keep_alive_s=request.state.snapshot.settings.deadlines.keep_alive_s,
-        on_hang_up=lambda: _count_hang_up(request, turn),
-    )
+async def text_completions(body: TextCompletionRequest, request: Request) -> Response:
+    """Continue a text, whole or as server-sent events."""
+    return await _answer(body, request)
 
 
 @router.post("/v1/cascade/explain")
-async def cascade_explain(request: Request) -> Response:
-    turn = await _turn(request, ChatCompletionRequest)
+async def cascade_explain(body: ChatCompletionRequest, request: Request) -> Response:
+    """Return the decision that a chat completion would meet: route, cached prefix, predicted times. Runs no model."""
+    turn = await _turn(body, request)
     snapshot: Snapshot = request.state.snapshot
     turn.route = await choose(snapshot.parts, turn)
-    with closing(HangUp(request.receive)) as hang_up:
-        try:
-            return json_reply(await hang_up.race(explain(snapshot.parts, turn)))
-        except ClientDisconnected:
-            _count_hang_up(request, turn)
-            raise
+    work = explain(snapshot.parts, turn)
+    return json_reply(await until_disconnect(work, request.receive, lambda: _count_disconnect(request, turn)))
 
 
-async def _turn(request: Request, kind: type[AskedFor]) -> Turn:
-    """Authenticate, read and parse the body, and find the cache that the client named."""
+async def _answer(body: AskedFor, request: Request) -> Response:
     snapshot: Snapshot = request.state.snapshot
-    parts, state = snapshot.parts, request.state
-    taken = await take_in(request, kind)
-    tenant, asked = taken.tenant, taken.asked
-    state.model_label = parts.fleet.label(asked.model)
+    turn = await _turn(body, request)
+    turn.route = await choose(snapshot.parts, turn)
+    run = Run(snapshot.parts, turn)
+    watch = DisconnectWatch(request.receive, lambda: _count_disconnect(request, turn))
+    try:
+        if body.kvrelay.explain:
+            began_at = time.monotonic()
+            with watch.guard():
+                turn.explanation = await explain(snapshot.parts, turn)
+            turn.waited_s += time.monotonic() - began_at
+        if body.stream:
+            return await EventStream.open(
+                frames(turn, run.chunks()),
+                watch,
+                on_error=lambda error: _broken_off(request, error),
+                headers=lambda: _headers(request, turn),
+                keep_alive_s=snapshot.settings.deadlines.keep_alive_s,
+            )
+        with watch.guard():
+            answer = await run.whole()
+        watch.close()
+        return json_reply(completion(turn, answer), headers=_headers(request, turn))
+    except BaseException:
+        watch.close()
+        raise
+
+
+async def _turn(body: AskedFor, request: Request) -> Turn:
+    state, snapshot = request.state, request.state.snapshot
+    parts, tenant = snapshot.parts, state.tenant
+    state.model_label = parts.fleet.label(body.model)
     deadline = Deadline.after(snapshot.settings.deadlines.request_s)
     named = None
-    if asked.kv_transfer_params is not None:
-        named = await parts.caches.find(tenant, asked.kv_transfer_params.cache_id, parts.fleet)
-    return Turn(snapshot.settings, tenant, asked, deadline, state.arrived_at, taken.waited_s, named)
+    if body.kv_transfer_params is not None:
+        named = await parts.caches.find(tenant, body.kv_transfer_params.cache_id, parts.fleet)
+    return Turn(snapshot.settings, tenant, body, deadline, state.arrived_at, state.body_wait_s, named)
 
 
 def _headers(request: Request, turn: Turn) -> dict[str, str]:
+    """Of a reply; also leaves tier, path and model in the state."""
     state, path = request.state, turn.path
     state.tier, state.path, state.model = turn.tier, path, turn.model
     return {
@@ -120,11 +100,13 @@ def _headers(request: Request, turn: Turn) -> dict[str, str]:
     }
 
 
-def _ended_as(request: Request, status: int) -> None:
-    """Whatever the status was that the answer began with."""
-    request.state.status = status
+def _broken_off(request: Request, error: Exception) -> KvrelayError:
+    """What a stream's last frame says of an error after content. The log and the metrics get its status."""
+    visible = for_client(log_error("stream_broke_off", error))
+    request.state.status = visible.status
+    return visible
 
 
-def _count_hang_up(request: Request, turn: Turn) -> None:
-    _ended_as(request, ClientDisconnected.status)
+def _count_disconnect(request: Request, turn: Turn) -> None:
+    request.state.status = ClientDisconnected.status
     request.app.state.gateway.metrics.client_disconnects.labels(turn.phase).inc()

@@ -1,35 +1,48 @@
-"""`/v1/models`."""
+"""`/v1/models`: the names that a request may carry as `model`."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Literal
 
-from gateway.http.replies import json_reply
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from gateway.http.edge import API_KEY, ERRORS, authenticate
 from gateway.request.route import check_may_use
 from gateway.snapshot import Snapshot
 
-router = APIRouter()
+router = APIRouter(tags=["models"], dependencies=[API_KEY], responses=ERRORS)
+
+
+class Model(BaseModel):
+    """A tier's name, a model's own name, or `auto`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "kvrelay"
+
+
+class ModelList(BaseModel):
+    """Every model that the key may use."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> Response:
+async def list_models(request: Request) -> ModelList:
     snapshot: Snapshot = request.state.snapshot
-    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
-    names = snapshot.parts.fleet.names_of(tenant.tiers)
-    return json_reply({"object": "list", "data": [_model(name) for name in names]})
+    tenant = authenticate(request)
+    return ModelList(data=[Model(id=name) for name in snapshot.parts.fleet.names_of(tenant.tiers)])
 
 
 @router.get("/v1/models/{name:path}")
-async def one_model(request: Request, name: str) -> Response:
+async def get_model(request: Request, name: str) -> Model:
     snapshot: Snapshot = request.state.snapshot
-    tenant = snapshot.tenants.authenticate(request.headers.get("authorization"))
+    tenant = authenticate(request)
     tier = snapshot.parts.fleet.find(name, tenant.tiers)
     if tier is not None:
         check_may_use(tenant, tier)
-    return json_reply(_model(name))
-
-
-def _model(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "kvrelay"}
+    return Model(id=name)

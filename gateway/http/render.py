@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
-import structlog
-
-from gateway import errors
 from gateway.request.turn import Turn
 from gateway.upstream.completion import Chunk, Completion, text_logprobs, text_tokens
-from workers.api.errors import KvrelayError
-from workers.api.logs import exception_fields, new_request_id
-
-log = structlog.get_logger()
-
-DONE = b"data: [DONE]\n\n"
+from workers.api.http.stream import DONE, event
+from workers.api.logs import new_request_id
 
 Body = dict[str, Any]
 
@@ -39,60 +31,40 @@ def completion(turn: Turn, answer: Completion) -> Body:
     return _head(turn, kind) | {"choices": [choice], "usage": _usage(report, answer.usage), "kvrelay": report}
 
 
-async def frames(
-    turn: Turn, chunks: AsyncGenerator[list[Chunk], None], on_error: Callable[[KvrelayError], None]
-) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. An error before the first frame is raised; a later one is one error frame, and
-    `on_error` is called.
+async def frames(turn: Turn, chunks: AsyncGenerator[list[Chunk], None]) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. Raises what `chunks` raises.
 
     The finish reason and the usage are held back until the end: the last chunk carries `kvrelay`.
     """
     chunk_choice = _chat_choice if turn.request.is_chat else _text_choice
     kind = "chat.completion.chunk" if turn.request.is_chat else "text_completion"
     num_top, offset = turn.request.num_top_logprobs, 0
-    head: Body | None = None
+    head: Body = {}
     finish: list[Body] = []
     async with aclosing(chunks):
-        try:
-            async for group in chunks:
-                head = head or _head(turn, kind)
-                parts = []
-                for chunk in group:
-                    choices = []
-                    for choice in chunk.get("choices") or ():
-                        shown, num_chars = chunk_choice(choice, num_top, offset)
-                        choices.append({"index": 0, **shown, "finish_reason": choice.get("finish_reason")})
-                        offset += num_chars
-                    finish.extend(choice for choice in choices if choice["finish_reason"])
-                    if choices and not finish:
-                        parts.append(sse(head | {"choices": choices}))
-                if parts:
-                    yield b"".join(parts)
-        except Exception as error:
-            if head is None:
-                raise
-            if isinstance(error, KvrelayError):
-                log.info("stream_broke_off", code=error.code)
-                error = errors.for_client(error)
-            else:
-                log.error("internal_error", **exception_fields(error))
-                error = errors.InternalError("internal error")
-            on_error(error)
-            yield sse(error.body())
-            return
-    head, report = head or {}, turn.report()
+        async for group in chunks:
+            head = head or _head(turn, kind)
+            parts = []
+            for chunk in group:
+                choices = []
+                for choice in chunk.get("choices") or ():
+                    shown, num_chars = chunk_choice(choice, num_top, offset)
+                    choices.append({"index": 0, **shown, "finish_reason": choice.get("finish_reason")})
+                    offset += num_chars
+                finish.extend(choice for choice in choices if choice["finish_reason"])
+                if choices and not finish:
+                    parts.append(event(head | {"choices": choices}))
+            if parts:
+                yield b"".join(parts)
+    report = turn.report()
     if turn.request.include_usage:
         assert turn.answering is not None and turn.answering.stream is not None
         usage = _usage(report, turn.answering.stream.completion.usage)
-        yield sse(head | {"choices": finish})
-        yield sse(head | {"choices": [], "usage": usage, "kvrelay": report})
+        yield event(head | {"choices": finish})
+        yield event(head | {"choices": [], "usage": usage, "kvrelay": report})
     else:
-        yield sse(head | {"choices": finish, "kvrelay": report})
+        yield event(head | {"choices": finish, "kvrelay": report})
     yield DONE
-
-
-def sse(data: Body) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def _chat_choice(choice: Body, num_top: int | None, offset: int) -> tuple[Body, int]:

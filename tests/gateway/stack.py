@@ -13,10 +13,10 @@ import httpx
 from fastapi import FastAPI
 
 from gateway.app import create_app
-from gateway.protocol import Protocol
 from gateway.settings import from_values
 from tests.serving import free_socket, serving, url_of
 from tools.fake_worker import FAKE_SECRET, FakeWorker
+from workers.api.http.protocol import Protocol
 from workers.api.schemas import Message
 
 LONG = " ".join(f"word{index}" for index in range(600))

@@ -13,10 +13,10 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.render import DONE, sse
 from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told
 from tools.fake_worker import FakeWorker
 from workers.api.errors import InvalidRequest, Overloaded
+from workers.api.http.stream import DONE, event
 
 Chunk = dict[str, Any]
 
@@ -43,7 +43,7 @@ def small_answers(answer: Response, **changes: Any) -> AbstractAsyncContextManag
 
 
 def stream_of(chunks: Iterable[Chunk]) -> Response:
-    return Response(b"".join(map(sse, chunks)) + DONE, media_type="text/event-stream")
+    return Response(b"".join(map(event, chunks)) + DONE, media_type="text/event-stream")
 
 
 def written(token: Chunk = YES, finish: Any = "stop", **delta: Any) -> tuple[Chunk, ...]:

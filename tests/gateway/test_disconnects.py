@@ -12,10 +12,11 @@ import httpx
 import orjson
 import pytest
 
-from gateway.connection import HangUp
-from gateway.errors import ClientDisconnected
 from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text
 from tools.fake_worker import FakeWorker
+from workers.api.http import disconnect
+from workers.api.http.disconnect import DisconnectWatch
+from workers.api.http.errors import ClientDisconnected
 
 TCP_ESTABLISHED = 1
 STALLING = {"request_s": 60.0, "client_stall_s": 0.3}
@@ -172,8 +173,8 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-async def test_a_race_ends_what_it_waits_for_and_nothing_else() -> None:
-    ended: list[str] = []
+async def test_a_disconnect_cancels_the_guarded_block_and_nothing_else() -> None:
+    events: list[str] = []
     gone = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -181,34 +182,60 @@ async def test_a_race_ends_what_it_waits_for_and_nothing_else() -> None:
         return {"type": "http.disconnect"}
 
     async def work() -> None:
+        events.append("begun")
         try:
-            await asyncio.Event().wait()
+            await never()
         finally:
             await asyncio.sleep(0)
-            ended.append("work")
+            events.append("cleaned up")
 
-    with closing(HangUp(receive)) as hang_up:
-        with pytest.raises(TimeoutError):
-            await hang_up.race(work(), 0.01)
+    with closing(DisconnectWatch(receive, lambda: events.append("disconnect"))) as watch:
+        with watch.guard():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await work()
         asyncio.get_running_loop().call_soon(gone.set)
         for _ in range(2):
             with pytest.raises(ClientDisconnected):
-                await hang_up.race(work())
-    assert ended == ["work", "work"], "what would begin too late never does"
+                with watch.guard():
+                    await work()
+    assert events == ["begun", "cleaned up"] * 2 + ["disconnect"] * 2, "work that would begin too late never does"
     current = asyncio.current_task()
     assert current is not None and not current.cancelling()
 
 
-async def test_who_is_cancelled_from_elsewhere_has_not_lost_its_client() -> None:
-    async def racing() -> None:
-        with closing(HangUp(never)) as hang_up:
-            await hang_up.race(never())
+async def test_a_cancellation_from_elsewhere_is_no_disconnect() -> None:
+    disconnects: list[None] = []
 
-    task = asyncio.create_task(racing())
+    async def guarded() -> None:
+        with closing(DisconnectWatch(never, lambda: disconnects.append(None))) as watch:
+            with watch.guard():
+                await never()
+
+    task = asyncio.create_task(guarded())
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait({task})
-    assert task.cancelled()
+    assert task.cancelled() and disconnects == []
+
+
+async def test_work_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disconnect, "CANCEL_AGAIN_S", 0.01)
+    num_swallowed = 0
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    with closing(DisconnectWatch(receive, lambda: None)) as watch:
+        with pytest.raises(ClientDisconnected), watch.guard():
+            while num_swallowed < 2:
+                try:
+                    await never()
+                except asyncio.CancelledError:
+                    num_swallowed += 1
+            await never()
+    current = asyncio.current_task()
+    assert current is not None and not current.cancelling()
 
 
 async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:

@@ -1,13 +1,13 @@
-"""Caches: read a prefix into one, take one over, lend one, look at one, drop one."""
+"""Caches: prefill a prefix, transfer a cache from another worker, lease, describe, delete."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from workers.api.http.disconnect import until_disconnect
+from workers.api.http.replies import json_reply
 from workers.api.schemas import CacheId, CacheInfo, LeaseRequest, PrefillRequest, TransferRequest
-from workers.routes.hangup import until_hang_up
-from workers.routes.replies import json_reply
 from workers.serving.worker import Worker
 
 router = APIRouter(prefix="/v1")
@@ -17,16 +17,16 @@ router = APIRouter(prefix="/v1")
 async def prefill(body: PrefillRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     worker.check_model(body.target_model, "target_model")
-    gone = worker.metrics.disconnects.labels("prefill").inc
-    return json_reply(await until_hang_up(worker.prefiller.prefill(body), request.receive, gone))
+    on_disconnect = worker.metrics.disconnects.labels("prefill").inc
+    return json_reply(await until_disconnect(worker.prefiller.prefill(body), request.receive, on_disconnect))
 
 
 @router.post("/cache/transfer")
 async def transfer(body: TransferRequest, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     worker.check_model(body.target_model, "target_model")
-    gone = worker.metrics.disconnects.labels("transfer").inc
-    return json_reply(await until_hang_up(worker.transfers.transfer(body), request.receive, gone))
+    on_disconnect = worker.metrics.disconnects.labels("transfer").inc
+    return json_reply(await until_disconnect(worker.transfers.transfer(body), request.receive, on_disconnect))
 
 
 @router.post("/cache/{cache_id}/lease")
@@ -45,7 +45,7 @@ async def release(cache_id: CacheId, lease_id: str, request: Request) -> Respons
 
 
 @router.get("/cache/{cache_id}")
-async def look(cache_id: CacheId, request: Request) -> Response:
+async def describe(cache_id: CacheId, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     entry = worker.pool.peek(cache_id)
     return json_reply(
@@ -65,7 +65,7 @@ async def look(cache_id: CacheId, request: Request) -> Response:
 
 
 @router.delete("/cache/{cache_id}")
-async def drop(cache_id: CacheId, request: Request) -> Response:
+async def delete(cache_id: CacheId, request: Request) -> Response:
     worker: Worker = request.app.state.worker
     worker.pool.discard(cache_id)
     return Response(status_code=204)

@@ -14,7 +14,7 @@ from tests.workers.engines.tiny import CONTEXT, greedy
 from tests.workers.server.support import SALT, TALK, Served, chat_request, content
 from workers.api.schemas import Message
 from workers.engines.base import Token
-from workers.routes.spacing import spaced
+from workers.routes.completions import spaced
 from workers.serving.answer import Piece
 
 NUM = 12

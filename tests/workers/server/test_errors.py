@@ -54,8 +54,8 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             400,
             "invalid_request",
-            "messages.0.content.str",
-            "string",
+            "messages.0.content.0.type",
+            "'text'",
         ),
         (
             "chat/completions",
@@ -111,7 +111,7 @@ async def test_json_mode_is_refused_by_an_engine_without(served: Served, form: s
     asked = base | {"response_format": {"type": form} | schema}
     reply = await served.http.post("/v1/chat/completions", json=asked)
     assert (reply.status_code, error_of(reply)["param"]) == (400, "response_format.type")
-    assert f"has no '{form}'; allowed: text" in error_of(reply)["message"]
+    assert f"'{form}' is not supported by 'large'; supported: text" in error_of(reply)["message"]
     asked = base | {"response_format": {"type": "text"}}
     assert (await served.http.post("/v1/chat/completions", json=asked)).status_code == 200
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.serving import free_socket, url_of
 from tests.workers.server.support import SALT, SECRET, Served, content, counts, serving, until
+from workers.api.http.protocol import Protocol
 from workers.api.schemas import SECRET_HEADER
 from workers.engines.compute import Compute
 
 LONG = {"messages": [{"role": "user", "content": "fox " * 300}], "tenant_salt": SALT, "max_tokens": 700}
+TCP_ESTABLISHED = 1
 HANG_UPS = "client_disconnects_total"
 PREFIX = {"messages": LONG["messages"], "tenant_salt": SALT}
 
@@ -46,11 +50,13 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Served, str]]:
     async with serving(folder, max_running=1) as served:
         object.__setattr__(served.worker.engine.model, "eos_ids", frozenset())
         served.worker.engine.compute = CountedCompute(served.worker.engine.compute)  # type: ignore[assignment]
-        server = uvicorn.Server(uvicorn.Config(served.app, port=0, lifespan="off", log_level="error"))
-        task = asyncio.create_task(server.serve())
+        listener = free_socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024)
+        config = uvicorn.Config(served.app, http=Protocol, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve([listener]))
         await until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield served, f"http://127.0.0.1:{port}"
+        yield served, url_of(listener)
         server.should_exit = True
         await task
 
@@ -144,26 +150,27 @@ async def test_who_shares_a_prefill_is_not_hurt_by_anothers_hang_up(listening: t
     assert reply.status_code == 200 and served.worker.pool.stats.num_caches == 1
 
 
-@pytest.mark.parametrize("at_the_end", [False, True])
-async def test_a_client_that_takes_nothing_counts_as_gone(
-    listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, at_the_end: bool
+@pytest.mark.parametrize("fits", [False, True])
+async def test_a_client_that_takes_nothing_is_disconnected(
+    listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    served, _ = listening
-    monkeypatch.setattr("workers.routes.sse.STALL_S", 0.05)
-    short = {"max_tokens": 3, "kv_transfer_params": {"store": False}} if at_the_end else {}
-    body = httpx.Request("POST", "http://w", json=LONG | short | {"stream": True}).content
-    received = asyncio.Queue[dict[str, Any]]()
-    received.put_nowait({"type": "http.request", "body": body, "more_body": False})
-    sent: list[str] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message["type"])
-        if message["type"] == "http.response.body" and not (at_the_end and message["more_body"]):
-            await asyncio.Event().wait()
-
-    headers = [(b"content-type", b"application/json"), (SECRET_HEADER.encode(), SECRET.encode())]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
-    await asyncio.wait_for(served.app(scope, received.get, send), 20)
-    assert set(sent) == {"http.response.start", "http.response.body"} and (len(sent) == 2) is not at_the_end
+    """While the model still writes; or once the whole answer, which fits into the buffers on the way, is written."""
+    served, url = listening
+    monkeypatch.setattr("workers.routes.edge.STALL_S", 0.2)
+    short = {"max_tokens": 4, "kv_transfer_params": {"store": False}} if fits else {}
+    wide = {"stream": True, "logprobs": True, "top_logprobs": 20}
+    body = httpx.Request("POST", url, json=LONG | wide | short).content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: w\r\n{SECRET_HEADER}: {SECRET}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(head.encode() + body)
+        await until(lambda: served.worker.engine.admission.num_running == 1)
+        await until(lambda: not is_established(client))
     await assert_free(served)
-    assert await counts(served, HANG_UPS) == {"decode": 1}
+    assert await counts(served, HANG_UPS) == ({} if fits else {"decode": 1})
+
+
+def is_established(client: socket.socket) -> bool:
+    return client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED

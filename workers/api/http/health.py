@@ -1,0 +1,42 @@
+"""`/livez`, `/readyz`, `/health` and `/metrics`, by GET or HEAD. None of them needs a key, or calls a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response
+
+from workers.api.http.replies import json_reply
+
+READY = "ready"
+
+
+def health_router(readiness: Callable[[], dict[str, Any]], metrics: Callable[[], bytes]) -> APIRouter:
+    """`readiness` returns the body of `/readyz`; any `status` but "ready" is a 503."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/livez")
+    @router.head("/livez", include_in_schema=False)
+    async def livez() -> Response:
+        """200 while the process answers."""
+        return json_reply({"status": "alive"})
+
+    @router.get("/health", responses={503: {"description": "Not ready"}})
+    @router.head("/health", include_in_schema=False)
+    @router.get("/readyz", responses={503: {"description": "Not ready"}})
+    @router.head("/readyz", include_in_schema=False)
+    async def readyz() -> Response:
+        """200 while new requests are welcome; 503 while draining, or when no model is usable."""
+        body = readiness()
+        return json_reply(body, 200 if body["status"] == READY else 503)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    @router.head("/metrics", include_in_schema=False)
+    async def render_metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return router
