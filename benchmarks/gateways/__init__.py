@@ -2,6 +2,7 @@
 
     python -m benchmarks.gateways --venvs DIR --json gateways.json
     python -m benchmarks.gateways --only kvrelay
+    python -m benchmarks.gateways --only kvrelay --before CHECKOUT        a change, before and after
     python -m benchmarks.gateways --only kvrelay --soak --memory-requests 100000
 
 All of them ask for an API key, and take turns in every round. The others are installed from the package index into

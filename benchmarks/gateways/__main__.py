@@ -14,7 +14,7 @@ import uvloop
 from benchmarks.gateways import __doc__ as what
 from benchmarks.gateways.load import Load, Target
 from benchmarks.gateways.measure import Measured, Row, Sizes, measure, soak
-from benchmarks.gateways.peers import PEERS, ROOT, Peer, new_key
+from benchmarks.gateways.peers import PEERS, ROOT, Peer, kvrelay_at, new_key
 from benchmarks.gateways.processes import DidNotStart, Server, free_port, running
 from benchmarks.gateways.stub import MODEL
 from tools.measuring import commit, machine
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _arguments().parse_args(argv)
     sizes = Sizes(**{one.name: getattr(asked, one.name) for one in fields(Sizes)})
     try:
-        rows = _measured([PEERS[name] for name in asked.only or PEERS], asked, sizes)
+        before = [kvrelay_at(asked.before)] if asked.before else []
+        rows = _measured([*before, *(PEERS[name] for name in asked.only or PEERS)], asked, sizes)
     except (DidNotStart, subprocess.CalledProcessError) as error:
         print(f"gateways: {error}", file=sys.stderr)
         return 1
@@ -44,6 +45,7 @@ def _arguments() -> argparse.ArgumentParser:
         prog="python -m benchmarks.gateways", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PEERS, metavar="GATEWAY", help=", ".join(PEERS))
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of kvrelay, measured too")
     own = ROOT / ".kvrelay" / "peers"
     parser.add_argument("--venvs", type=Path, default=own, metavar="DIR", help="where the others are installed")
     parser.add_argument("--words", type=int, default=8, help="of an answer that is not streamed")

@@ -9,6 +9,7 @@ import sys
 import venv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,9 @@ def new_key() -> str:
     return f"sk-{secrets.token_hex(16)}"
 
 
-def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path) -> Start:
-    """Registry, policy, keys, metrics, audit lines and prefix hash: all that is on by default is on. Its log is not
-    written into the folder of its configuration, which it watches."""
+def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path, root: Path = ROOT) -> Start:
+    """With all that is on by default: registry, policy, keys, metrics, audit lines and prefix hash. Its log is kept
+    apart from its configuration's folder, which it watches."""
     own = folder / "config"
     own.mkdir()
     secret = own / "secret"
@@ -78,7 +79,12 @@ def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path) -
     }
     config = _written(own / "kvrelay.yaml", values)
     python = str(binaries / Path(sys.executable).name)
-    return Start([python, "-m", "gateway", "--config", str(config)], "/readyz", {"PYTHONPATH": str(ROOT)})
+    return Start([python, "-m", "gateway", "--config", str(config)], "/readyz", {"PYTHONPATH": str(root)})
+
+
+def kvrelay_at(root: Path) -> Peer:
+    """Another checkout of kvrelay, with the same Python and packages: before a change and after it in one run."""
+    return Peer("kvrelay-before", partial(_kvrelay, root=root.resolve()))
 
 
 def _litellm(server: str) -> Callable[[Path, int, int, str, Path], Start]:
