@@ -53,6 +53,7 @@ def create_app(
         docs_url="/docs" if settings.server.docs else None,
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
     )
     app.state.gateway, app.state.source, app.state.edge = gateway, source, GatewayEdge(gateway)
     for router in (chat.router, caches.router, models.router, health.router(gateway), admin.router):

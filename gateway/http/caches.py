@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -16,17 +16,38 @@ from gateway.snapshot import Snapshot
 from gateway.upstream.deadline import Deadline
 from workers.api.http.disconnect import until_disconnect
 from workers.api.http.replies import json_reply
+from workers.api.schemas import CacheReply, PrefillReply
 
 router = APIRouter(route_class=BodyRoute, tags=["caches"], dependencies=[API_KEY], responses=ERRORS)
 
 
-@router.post("/v1/prefix/prefill")
+class PrefilledCache(PrefillReply):
+    """`cached_tokens` of the prefix were in a cache already."""
+
+    object: Literal["cache"]
+    model: str
+
+
+class TransferredCache(CacheReply):
+    """`reused_tokens` were mapped already, by an earlier transfer of the same conversation."""
+
+    object: Literal["cache"]
+    model: str
+    mapper: str
+    map_ms: float
+    copy_ms: float
+    total_ms: float
+    bytes: int
+    reused_tokens: int
+
+
+@router.post("/v1/prefix/prefill", response_model=PrefilledCache)
 async def prefill(body: PrefixRequest, request: Request) -> Response:
     """Prefill a text or a conversation, and return the id of its cache."""
     return await _reply(request, "prefill", _call(request).prefill(body))
 
 
-@router.post("/v1/cache/transfer")
+@router.post("/v1/cache/transfer", response_model=TransferredCache)
 async def transfer(body: HandoffRequest, request: Request) -> Response:
     """Map a cache into another model, and return the id of the new cache."""
     return await _reply(request, "transfer", _call(request).transfer(body))

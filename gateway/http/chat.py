@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any, Literal
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,19 +29,48 @@ from workers.api.http.stream import EventStream
 router = APIRouter(route_class=BodyRoute, tags=["completions"], dependencies=[API_KEY], responses=ERRORS)
 
 
-@router.post("/v1/chat/completions")
+class Usage(BaseModel):
+    """`prompt_tokens_details.cached_tokens` counts exact prefix hits only."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class CompletionReply(BaseModel):
+    """OpenAI's completion, and how kvrelay came to it: tier, path, times, token counts."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    kvrelay: dict[str, Any]
+
+
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer, or its chunks as server-sent events if the request says `stream: true`",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.post("/v1/chat/completions", response_model=CompletionReply, responses=STREAM)
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation, whole or as server-sent events."""
     return await _answer(body, request)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", response_model=CompletionReply, responses=STREAM)
 async def text_completions(body: TextCompletionRequest, request: Request) -> Response:
     """Continue a text, whole or as server-sent events."""
     return await _answer(body, request)
 
 
-@router.post("/v1/cascade/explain")
+@router.post("/v1/cascade/explain", response_model=dict[str, Any])
 async def cascade_explain(body: ChatCompletionRequest, request: Request) -> Response:
     """Return the decision that a chat completion would meet: route, cached prefix, predicted times. Runs no model."""
     turn = await _turn(body, request)

@@ -328,5 +328,5 @@ async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(stack: Stack) -
         await stack.http.get("/v1/models", headers={"authorization": "canary"})
     (bug,) = [line for line in logged if line["event"] == "internal_error"]
     assert bug["error"] == "ValueError"
-    assert "in authenticate" in bug["where"][-1]
+    assert "in authenticate" in bug["traceback"][-1]
     assert "canary" not in str(logged)

@@ -1,4 +1,4 @@
-"""Whatever schemathesis makes of the OpenAPI document, right and wrong: nothing of it ends in a 5xx."""
+"""The OpenAPI document: it describes what is served, and no request that it allows or forbids ends in a 5xx."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from tests.gateway.stack import Stack, live_stack
+from tests.gateway.stack import MESSAGES, Stack, in_process, live_stack
 
 MODELS = ["auto", "small", "fake-large"]
 KEY = "key-of-default"
@@ -59,10 +60,10 @@ def stack() -> Iterator[Stack]:
 def document(stack: Stack) -> dict[str, Any]:
     """With the names that the configuration knows: any other ends in the same refusal."""
     described: dict[str, Any] = httpx.get(f"{stack.url}/openapi.json").json()
-    for schema in described["components"]["schemas"].values():
-        for field, known in (("model", MODELS), ("target_model", MODELS)):
-            if field in schema.get("properties", {}):
-                schema["properties"][field] = {"enum": known}
+    for name, schema in described["components"]["schemas"].items():
+        for field in ("model", "target_model"):
+            if name.endswith("Request") and field in schema["properties"]:
+                schema["properties"][field] = {"enum": MODELS}
     return described
 
 
@@ -76,6 +77,63 @@ def test_the_document_describes_what_is_served(document: dict[str, Any]) -> None
         "/metrics",
     }
     assert all("requestBody" in document["paths"][path]["post"] for method, path in OPERATIONS if method == "POST")
+
+
+PREFIX = {"prefix": "Hello"}
+CHAT = {"model": "large", "messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/chat/completions", CHAT),
+        ("POST", "/v1/completions", {"model": "large", "prompt": "Hello"}),
+        ("POST", "/v1/cascade/explain", CHAT),
+        ("POST", "/v1/prefix/prefill", PREFIX),
+        ("POST", "/v1/cache/transfer", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/models/{name}", None),
+        ("GET", "/readyz", None),
+    ],
+)
+def test_replies_and_errors_are_as_described(
+    stack: Stack, document: dict[str, Any], method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as http:
+        if path == "/v1/cache/transfer":
+            cache_id = http.post("/v1/prefix/prefill", json=PREFIX | {"target_model": "small"}).json()["cache_id"]
+            body = {"cache_id": cache_id, "target_model": "large"}
+        reply = http.request(method, path.format(name="large"), json=body)
+        refused = http.request(method, path.format(name="large"), headers={"authorization": "Bearer unknown"})
+    responses = document["paths"][path][method.lower()]["responses"]
+    assert reply.status_code == 200, reply.text
+    validate(document, responses["200"], reply.json())
+    if path != "/readyz":
+        assert refused.status_code == 401
+        validate(document, responses["default"], refused.json())
+
+
+def validate(document: dict[str, Any], response: dict[str, Any], body: Any) -> None:
+    schema = response["content"]["application/json"]["schema"]
+    assert schema
+    jsonschema.validate(body, schema | {"components": document["components"]})
+
+
+def test_every_operation_has_a_name_of_its_own_and_no_422(document: dict[str, Any]) -> None:
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    assert all("422" not in one["responses"] for one in operations)
+
+
+@pytest.mark.parametrize("docs", [True, False])
+async def test_the_documentation_page_can_be_switched_off(docs: bool) -> None:
+    async with in_process(server={"docs": docs}) as stack:
+        page = await stack.http.get("/docs")
+        assert (await stack.http.get("/openapi.json")).json()["info"]["title"] == "kvrelay"
+    if docs:
+        assert page.status_code == 200 and "/openapi.json" in page.text
+    else:
+        assert (page.status_code, page.json()["error"]["code"]) == (404, "not_found")
 
 
 # The gateway runs in a thread of this process, and draws its jitter when it likes.

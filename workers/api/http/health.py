@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from workers.api.http.replies import json_reply
@@ -14,19 +15,29 @@ from workers.api.http.replies import json_reply
 READY = "ready"
 
 
+class Health(BaseModel):
+    """`tiers` says of each tier whether it is usable; only the gateway has tiers."""
+
+    status: str
+    tiers: dict[str, bool] | None = None
+
+
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not ready"}}
+
+
 def health_router(readiness: Callable[[], dict[str, Any]], metrics: Callable[[], bytes]) -> APIRouter:
     """`readiness` returns the body of `/readyz`; any `status` but "ready" is a 503."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/livez")
+    @router.get("/livez", response_model=Health)
     @router.head("/livez", include_in_schema=False)
     async def livez() -> Response:
         """200 while the process answers."""
         return json_reply({"status": "alive"})
 
-    @router.get("/health", responses={503: {"description": "Not ready"}})
+    @router.get("/health", name="health", response_model=Health, responses=NOT_READY)
     @router.head("/health", include_in_schema=False)
-    @router.get("/readyz", responses={503: {"description": "Not ready"}})
+    @router.get("/readyz", response_model=Health, responses=NOT_READY)
     @router.head("/readyz", include_in_schema=False)
     async def readyz() -> Response:
         """200 while new requests are welcome; 503 while draining, or when no model is usable."""
