@@ -20,7 +20,7 @@ from gateway import server
 from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.settings import ServerSettings, Settings, load, read_secret
-from gateway.state.reload import Source
+from gateway.state.reload import ConfigSource
 from workers.api import tracing
 from workers.api.logs import configure_logs
 from workers.api.process import ParentWatchError, add_parent_option, die_with_parent
@@ -29,12 +29,12 @@ from workers.api.process import ParentWatchError, add_parent_option, die_with_pa
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 after an orderly end, 2 for a configuration that cannot be used."""
     asked = _arguments().parse_args(argv)
-    source = Source(asked.config, partial(_settings, asked), _secrets)
+    source = ConfigSource(asked.config, partial(_settings, asked), _secrets)
     with _heard(source):
         return _run(asked, source)
 
 
-def _run(asked: argparse.Namespace, source: Source) -> int:
+def _run(asked: argparse.Namespace, source: ConfigSource) -> int:
     try:
         if asked.die_with_parent is not None:
             die_with_parent(asked.die_with_parent)
@@ -59,9 +59,9 @@ def _check_ready_file(path: Path | None) -> None:
 
 
 @contextmanager
-def _heard(source: Source) -> Iterator[None]:
+def _heard(source: ConfigSource) -> Iterator[None]:
     """A SIGHUP that comes before the server listens for it is taken for what it asks, and ends nothing."""
-    before = signal.signal(signal.SIGHUP, lambda *_: source.asked.set())
+    before = signal.signal(signal.SIGHUP, lambda *_: source.requested.set())
     try:
         yield
     finally:

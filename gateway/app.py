@@ -16,8 +16,8 @@ from gateway.http import admin, caches, chat, health, models
 from gateway.http.edge import BodyRoute, GatewayEdge
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
-from gateway.state.discovery import discovering
-from gateway.state.reload import Source, following
+from gateway.state.discovery import discovery
+from gateway.state.reload import ConfigSource, reloading
 from workers.api.http.edge import EdgeMiddleware
 from workers.api.http.replies import install_error_replies
 
@@ -27,7 +27,7 @@ def create_app(
     secret: str,
     *,
     transports: Mapping[str, httpx.AsyncBaseTransport] | None = None,
-    source: Source | None = None,
+    source: ConfigSource | None = None,
 ) -> FastAPI:
     """Build the gateway from its settings. `transports` replace the network for calls to workers, by worker id;
     `source` is the file that the settings came from: the gateway follows it. `/docs` loads its scripts from a CDN.
@@ -41,7 +41,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
         try:
-            async with following(gateway, source), discovering(gateway, board_url, secret):
+            async with reloading(gateway, source), discovery(gateway, board_url, secret):
                 yield
         finally:
             await gateway.stop()

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from gateway.errors import SettingsError
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
-from gateway.state.reload import Source
+from gateway.state.reload import ConfigSource
 from workers.api.addresses import family_of, http_url
 from workers.api.http.protocol import Protocol
 from workers.api.process import write_ready_file
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
             )
         )
         self._gateway: Gateway = app.state.gateway
-        self._source: Source | None = app.state.source
+        self._source: ConfigSource | None = app.state.source
         self._ready_file = ready_file
         self._exit_at: float | None = None
 
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         gc.freeze()  # all that is there now stays: no collection needs to look at it again
         gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
         if self._source is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.asked.set)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.requested.set)
         url = http_url(*sockets[0].getsockname()[:2]) if sockets else ""
         log.info("listening", url=url)
         if self._ready_file is not None and self.started:

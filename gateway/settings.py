@@ -1,7 +1,7 @@
-"""The one configuration file, `kvrelay.yaml`, as the gateway reads it: validated whole, frozen.
+"""The gateway's settings: the file `kvrelay.yaml`, validated as a whole, immutable.
 
-Workers read the same file; keys of theirs under `workers:` pass unseen here. Any value can be set from the environment
-too: `KVRELAY_REGISTRY__URL=redis://...` stands above the file.
+Workers read the same file; their own keys under `workers:` are ignored here. Environment variables override the file:
+`KVRELAY_REGISTRY__URL=redis://...`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Section(BaseModel):
 
 
 class TierSettings(Section):
-    """A tier of equal workers. `model` is the public name under which clients know its model; it stands in headers."""
+    """A tier of interchangeable workers. `model` is the public name of its model, and is sent in headers."""
 
     name: Name
     model: str = Field(pattern=r"^[!-~]{1,128}$")
 
 
-class WorkerSettings(BaseModel):
-    """One worker process. The keys beside these two are the worker's own."""
+class WorkerLocation(BaseModel):
+    """The tier and address of one worker. All other keys are the worker's own."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -117,7 +117,7 @@ def _is_memory(url: str) -> bool:
 
 def _hash_of_key(value: str) -> str:
     if not KEY_HASH.fullmatch(value):
-        raise ValueError("needs the SHA-256 of a key, as 64 hexadecimal digits; never the key itself")
+        raise ValueError("must be the SHA-256 of a key, as 64 hexadecimal digits; never the key itself")
     return value
 
 
@@ -125,8 +125,8 @@ KeyHash = Annotated[str, AfterValidator(_hash_of_key)]
 
 
 class TenantSettings(Section):
-    """`api_keys` are the SHA-256 of the keys, in hex, never the keys themselves. `tier` is for rules. `models` are
-    those that it may use, by tier or model name; without any, all. Without a number, a minute has no limit."""
+    """`api_keys` are SHA-256 hashes in hex. Rules match `tier` as `tenant_tier`. `models` lists the allowed tiers or
+    models; empty means all. A rate of None is unlimited."""
 
     api_keys: tuple[KeyHash, ...] = ()
     tier: Name | None = None
@@ -136,13 +136,13 @@ class TenantSettings(Section):
 
 
 class AdminSettings(Section):
-    """`key_file` holds the key of `/admin`, under the rules of a secret; without it there is no administration."""
+    """`key_file` holds the key of `/admin`, with mode 0600. Without it `/admin` is off."""
 
     key_file: Path | None = None
 
 
 class Limits(Section):
-    """Bounds on what is taken in. Full queues answer 503, a tenant over its share 429, both with `Retry-After`."""
+    """Bounds on what is accepted. Full queues answer 503, a tenant over its share 429, both with `Retry-After`."""
 
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     max_header_bytes: int = Field(default=16_384, ge=1024)
@@ -153,13 +153,14 @@ class Limits(Section):
 
 
 class Deadlines(Section):
-    """Every wait of a request lies within `request_s`.
+    """Time limits. All waits of a request end within `request_s`.
 
-    The small model gets at most `small_share` of it before the large one is asked instead; a handoff leaves room for a
-    full prefill and `decode_reserve_s`, and takes no longer than a prefill would, or `transfer_floor_s`: for models so
-    small that a prefill is over before the calls around a handoff are. An answer that can still be replaced is given up
-    when nothing comes for `token_gap_s`. `assumed_prefill_tokens_per_s` stands in for a rate that nobody has measured
-    yet.
+    small_share: share of the request's time for the small model, before the large one is called instead.
+    decode_reserve_s: time that a handoff leaves for decoding, in addition to a full prefill.
+    transfer_floor_s: minimum time for a handoff; otherwise it may take as long as a prefill. For models so small that
+        the calls around a handoff take longer than a prefill.
+    token_gap_s: maximum gap between tokens before an answer that can still be replaced is given up.
+    assumed_prefill_tokens_per_s: prefill rate until one is measured.
     """
 
     request_s: Seconds = 120.0
@@ -177,8 +178,8 @@ class Deadlines(Section):
 
 
 class HandoffSettings(Section):
-    """What is handed over. Below `min_tokens` it doesn't pay. A large model's own cache is taken unasked when it leaves
-    at most `max_unread_bytes` of text unread."""
+    """When and how much to hand over. Prompts below `min_tokens` are not handed over. A large model's own cache is used
+    without a policy decision if it leaves at most `max_unread_bytes` of text to prefill."""
 
     min_tokens: int = Field(default=128, ge=1)
     native_head: int = Field(default=DEFAULT_NATIVE_HEAD, ge=0)
@@ -188,21 +189,21 @@ class HandoffSettings(Section):
 
 
 class ShadowSettings(Section):
-    """For this share of the handoffs, the target worker compares in idle time what it expects over the mapped cache
-    with what it expects after reading the prompt in full."""
+    """Share of handoffs for which the idle target worker compares next-token distributions over the mapped cache with
+    those after a full prefill."""
 
     share: float = Field(default=0.01, ge=0, le=1)
 
 
 class Settings(BaseSettings):
-    """The whole file. Build it with `load`, which raises `SettingsError` naming the key and what it allows."""
+    """The whole file. Build it with `load`, which raises `SettingsError` naming the key and what is allowed."""
 
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, env_prefix="KVRELAY_", env_nested_delimiter="__", arbitrary_types_allowed=True
     )
 
     tiers: tuple[TierSettings, ...]
-    workers: dict[Name, WorkerSettings] = {}
+    workers: dict[Name, WorkerLocation] = {}
     server: ServerSettings = ServerSettings()
     registry: RegistrySettings = RegistrySettings()
     policy: dict[str, Any] = {"name": "confidence"}
@@ -232,17 +233,17 @@ class Settings(BaseSettings):
         return env_settings, init_settings
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _is_consistent(self) -> Self:
         names = [tier.name for tier in self.tiers]
         if not names:
-            raise ValueError("tiers: at least one tier is needed, as {name: small, model: NAME}")
+            raise ValueError("tiers: at least one tier is required, as {name: small, model: NAME}")
         _unique("tiers", [AUTO, *names, *(tier.model for tier in self.tiers if tier.model != tier.name)])
         for worker_id, worker in self.workers.items():
             if worker.tier not in names:
                 raise ValueError(f"workers.{worker_id}.tier: unknown tier {worker.tier!r}; known: {', '.join(names)}")
         idle = [name for name in names if name not in {worker.tier for worker in self.workers.values()}]
         if idle and self.discovery is None:
-            raise ValueError(f"tiers: tier {idle[0]!r} has no worker; name it as `tier` of one under workers")
+            raise ValueError(f"tiers: tier {idle[0]!r} has no worker; set it as the `tier` of one under workers")
         if DEFAULT_TENANT not in self.tenants:
             raise ValueError(f"tenants: {DEFAULT_TENANT!r} is missing; known: {', '.join(self.tenants)}")
         models = {name for tier in self.tiers for name in (tier.name, tier.model)}
@@ -266,34 +267,32 @@ class Settings(BaseSettings):
 
     @property
     def board_url(self) -> str | None:
-        """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
-        password's file that cannot be used."""
+        """The URL of the heartbeats' Redis, including the password; None without discovery.
+
+        Raises `SettingsError` if the password file is unusable.
+        """
         if self.discovery is None:
             return None
         return self.discovery.url_with_password(partial(read_secret, key="discovery.password_file"))
 
     def check_bind(self) -> None:
-        """Raises `SettingsError` for an address that others can reach while nobody needs a key."""
+        """Raise `SettingsError` if other machines can reach the address and no tenant has an API key."""
         if not self.server.is_loopback and not self.requires_keys:
             raise SettingsError(
-                f"server.host: {self.server.host} can be reached by others, and no tenant has api_keys; "
+                f"server.host: {self.server.host} is reachable from other machines, and no tenant has api_keys; "
                 "bind to 127.0.0.1, or list SHA-256 hashes of keys under tenants.default.api_keys"
             )
 
 
 def load(path: Path) -> Settings:
-    """Reads and validates the file. Relative paths of secrets are taken from the file's own folder."""
+    """Read and validate the file. Relative paths of secrets are resolved against its folder. Raises `SettingsError`."""
     try:
         content = read_yaml(path)
     except ConfigFileError as error:
         raise SettingsError(str(error)) from error
     if not isinstance(content, dict):
-        raise SettingsError(f"{path} must hold a mapping with the keys {', '.join(Settings.model_fields)}")
-    settings = from_values(content)
-    return _located(settings, path.parent)
-
-
-def _located(settings: Settings, folder: Path) -> Settings:
+        raise SettingsError(f"{path} must be a mapping with the keys {', '.join(Settings.model_fields)}")
+    settings, folder = from_values(content), path.parent
     changes: dict[str, Any] = {"secret_file": folder / settings.secret_file}
     if settings.admin.key_file is not None:
         changes["admin"] = AdminSettings(key_file=folder / settings.admin.key_file)
@@ -304,20 +303,19 @@ def _located(settings: Settings, folder: Path) -> Settings:
 
 
 def from_values(values: dict[str, Any]) -> Settings:
-    """Validates what a file holds (the environment still stands above it)."""
+    """Validate the content of a file, overridden by the environment. Raises `SettingsError`."""
     try:
         return Settings(**{str(key): value for key, value in values.items()})
     except ValidationError as error:
-        raise SettingsError("; ".join(_line(dict(one)) for one in error.errors(include_url=False))) from error
+        raise SettingsError("; ".join(_message(dict(one)) for one in error.errors(include_url=False))) from error
     except SourceError as error:
-        raise SettingsError(f"environment: {error}; such a variable holds JSON") from error
+        raise SettingsError(f"environment: {error}; the variable must hold JSON") from error
     except RecursionError as error:
-        raise SettingsError("the configuration is nested too deep, or holds itself") from error
+        raise SettingsError("the configuration is nested too deep, or contains itself") from error
 
 
 def read_secret(path: Path, key: str = "secret_file") -> str:
-    """The secret in the file that `key` names. Raises `SettingsError` for one that is missing, or that others could
-    read."""
+    """Read the secret in the file of setting `key`. Raises `SettingsError` if it is missing, or readable by others."""
     try:
         return read_secret_file(path)
     except ConfigFileError as error:
@@ -325,12 +323,12 @@ def read_secret(path: Path, key: str = "secret_file") -> str:
 
 
 def _unique(what: str, names: list[str]) -> None:
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{what}: {min(twice)!r} stands twice or is reserved; names must differ")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        raise ValueError(f"{what}: {min(duplicates)!r} is a duplicate or reserved; names must be unique")
 
 
-def _line(error: dict[str, Any]) -> str:
+def _message(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; known: {', '.join(_known_keys(error['loc'][:-1]))}"
@@ -341,7 +339,7 @@ def _line(error: dict[str, Any]) -> str:
 
 
 def _got(error: dict[str, Any]) -> str:
-    """The value, unless it may be an API key."""
+    """The rejected value, unless it may be an API key."""
     section, *inner = error["loc"]
     if section == "tenants" and inner[1:2] in ([], ["api_keys"]):
         return ""
@@ -349,20 +347,21 @@ def _got(error: dict[str, Any]) -> str:
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
-    """The keys allowed in the section at `loc`; an index or a freely chosen name is passed over."""
-    sections: dict[str, type[BaseModel]] = {
-        "tiers": TierSettings,
-        "server": ServerSettings,
-        "registry": RegistrySettings,
-        "tenants": TenantSettings,
-        "admin": AdminSettings,
-        "tracing": TracingSettings,
-        "limits": Limits,
-        "deadlines": Deadlines,
-        "handoff": HandoffSettings,
-        "shadow": ShadowSettings,
-        "discovery": DiscoverySettings,
-        "breaker": BreakerSettings,
-    }
-    section = sections[str(loc[0])] if loc else Settings
-    return list(section.model_fields)
+    """The keys allowed in the section at `loc`, which may go through an index or a free name."""
+    return list(SECTIONS[str(loc[0])].model_fields if loc else Settings.model_fields)
+
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "tiers": TierSettings,
+    "server": ServerSettings,
+    "registry": RegistrySettings,
+    "tenants": TenantSettings,
+    "admin": AdminSettings,
+    "tracing": TracingSettings,
+    "limits": Limits,
+    "deadlines": Deadlines,
+    "handoff": HandoffSettings,
+    "shadow": ShadowSettings,
+    "discovery": DiscoverySettings,
+    "breaker": BreakerSettings,
+}

@@ -43,7 +43,7 @@ class Parts:
     ) -> None:
         """Charge the tenant for a request's tokens, however it ended; `by_tier` counts each tier's share."""
         self.usage.add(tenant.name, num_read, num_written)
-        await self.quotas.spent(tenant, num_read + num_written, by_tier=by_tier, budgets=self.policy.budgets)
+        await self.quotas.charge(tenant, num_read + num_written, by_tier=by_tier, budgets=self.policy.budgets)
 
 
 async def choose(parts: Parts, turn: Turn) -> Route:

@@ -1,68 +1,69 @@
-"""Workers that are found by their heartbeats, beside those of the configuration."""
+"""Discovery: workers found by their heartbeats, in addition to the configured ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
 
-from gateway.settings import WorkerSettings
+from gateway.settings import WorkerLocation
 from gateway.snapshot import Gateway
 from workers.api.tasks import repeating
 
 if TYPE_CHECKING:
-    from workers.api.heartbeat import Board, Heartbeat, Living
+    from workers.api.heartbeat import Board, Heartbeat, LiveWorkers
 
 log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def discovering(gateway: Gateway, url: str | None, secret: str) -> AsyncIterator[None]:
-    """Within the block the gateway takes up workers that come, and lets go of those whose beats have ended. `url` leads
-    to the board, with its password."""
+async def discovery(gateway: Gateway, url: str | None, secret: str) -> AsyncIterator[None]:
+    """Within the block, add workers that send heartbeats and drop those that stopped.
+
+    `url` is the address of the heartbeats' Redis, with its password.
+    """
     settings = gateway.settings.discovery
     if settings is None or url is None:
         yield
         return
-    from workers.api.heartbeat import Board, Living  # imports redis, which a gateway without discovery may not need
+    from workers.api.heartbeat import Board, LiveWorkers  # imports redis, which other gateways may not need
 
     board = Board(url, secret)
+    poll = _Poll(gateway, board, LiveWorkers(settings.lost_after_s))
     try:
-        async with repeating(_Discovery(gateway, board, Living(settings.lost_after_s)).look, settings.beat_s):
+        async with repeating(poll.run, settings.beat_s):
             yield
     finally:
         await board.aclose()
 
 
-class _Discovery:
-    def __init__(self, gateway: Gateway, board: Board, living: Living):
+class _Poll:
+    def __init__(self, gateway: Gateway, board: Board, live: LiveWorkers):
         self._gateway = gateway
         self._board = board
-        self._living = living
+        self._live = live
         self._noted: dict[str, Heartbeat] = {}
 
-    async def look(self) -> None:
-        """Where the board cannot be read, whoever was there goes on."""
+    async def run(self) -> None:
+        """Read the board once. If it cannot be read, the known workers stay."""
         try:
-            await self._take_up(self._living.update(await self._board.read(), time.monotonic()).values())
+            live = self._live.update(await self._board.read(), time.monotonic())
+            await self._apply([beat for beat in live.values() if beat.tier in self._gateway.parts.fleet.tiers])
             self._gateway.metrics.registry_op("heartbeats", "ok")
-        except Exception as error:  # whatever it is, the next look comes
+        except Exception as error:  # any: the next poll must still happen
             self._gateway.metrics.registry_op("heartbeats", "error")
             log.info("discovery_failed", error=repr(error))
 
-    async def _take_up(self, beats: Iterable[Heartbeat]) -> None:
-        of_known_tiers = [beat for beat in beats if beat.tier in self._gateway.parts.fleet.tiers]
-        found = {beat.worker: WorkerSettings(tier=beat.tier, url=beat.url) for beat in of_known_tiers}
-        await self._gateway.found(found)
-        for beat in of_known_tiers:
-            if self._noted.get(beat.worker) != beat:  # else the worker may have told of a later epoch since
-                self._note_epoch(beat)
-        self._noted = {beat.worker: beat for beat in of_known_tiers}
-
-    def _note_epoch(self, beat: Heartbeat) -> None:
-        worker = self._gateway.parts.fleet.worker(beat.worker)
-        if worker is not None and worker.client.url == beat.url:
-            worker.note_epoch(beat.epoch)
+    async def _apply(self, beats: list[Heartbeat]) -> None:
+        workers = {beat.worker: WorkerLocation(tier=beat.tier, url=beat.url) for beat in beats}
+        await self._gateway.set_discovered(workers)
+        for beat in beats:
+            if self._noted.get(beat.worker) == beat:
+                continue  # the worker may have reported a later epoch since
+            worker = self._gateway.parts.fleet.worker(beat.worker)
+            if worker is not None and worker.client.url == beat.url:
+                worker.note_epoch(beat.epoch)
+        self._noted = {beat.worker: beat for beat in beats}

@@ -1,9 +1,9 @@
-"""How much a tenant may ask for in a minute: requests, and tokens read and written; and what was spent of budgets.
+"""Quotas: a tenant's requests and tokens per minute, and the tokens spent of budgets.
 
-Counted where prefixes are filed: in this process, or in a Redis that several gateways share. While that Redis is gone,
-each gateway counts for itself: nobody is turned away for its sake, and nobody gets past the limits of one process.
-Tokens are counted when a turn ends, in whatever way: the prompt once, and what every model wrote for it, whether or not
-it was shown. A tenant that has spent its minute's is turned away until the next one.
+Counts live where the registry does: in this process, or in the Redis that gateways share. While that Redis is
+unavailable, each gateway counts for itself, so no request is rejected for its sake, and the limits still hold per
+process. Tokens are counted when a request ends, however it ended: the prompt once, and what every model generated for
+it. A tenant that has used up a minute's quota is rejected until the next minute.
 """
 
 from __future__ import annotations
@@ -23,115 +23,112 @@ from gateway.policies.budget import Budget
 from gateway.state.tenants import Tenant
 
 if TYPE_CHECKING:
-    from limits.aio.storage import Storage
+    from gateway.state.redis import SharedRedis
 
-    from gateway.state.redis import GuardedRedis
-
-PREFIX = "kvrelay:quota"
+KEY_PREFIX = "kvrelay:quota"
 REQUESTS, TOKENS, BUDGET, EVERYONE = "requests", "tokens", "budget", "*"
 MINUTE_S = 60.0
-WITHOUT_LIMIT = 2**53  # tokens; as a budget's window is counted whatever the budget is
+UNLIMITED = 2**53  # tokens; a budget's window is counted whatever the budget is
 WINDOWS = {"minute": RateLimitItemPerMinute, "hour": RateLimitItemPerHour, "day": RateLimitItemPerDay}
 
-Account = tuple[RateLimitItem, tuple[str, ...]]  # a window, and whose it is
+Counter = tuple[RateLimitItem, tuple[str, ...]]  # a window, and the identifiers that it is counted under
 
 
 class Quotas:
-    def __init__(self, redis: GuardedRedis | None = None, now: Callable[[], float] = time.time):
-        """Without a `redis`, which stays its owner's to close, in this process. `now` is in Unix seconds."""
+    def __init__(self, redis: SharedRedis | None = None, now: Callable[[], float] = time.time):
+        """Count in this process, or in `redis`, which the caller closes. `now` is in Unix seconds."""
         self._redis = redis
         self._now = now
-        self._own = Counted(MemoryStorage())
-        self._shared = Counted(_in(redis)) if redis is not None else self._own
-        self._spending: set[asyncio.Task[None]] = set()
+        self._local = FixedWindowRateLimiter(MemoryStorage())
+        self._shared = self._local if redis is None else FixedWindowRateLimiter(_redis_storage(redis))
+        self._charging: set[asyncio.Task[None]] = set()
 
     async def admit(self, tenant: Tenant) -> None:
-        """Counts one request. Raises `RateLimited` where the minute's requests or tokens are used up."""
+        """Count one request. Raises `RateLimited` if the tenant has used up this minute's requests or tokens."""
         if tenant.requests_per_minute is not None:
-            most = RateLimitItemPerMinute(tenant.requests_per_minute)
-            if not await self._asked("quota_hit", lambda counted: counted.limiter.hit(most, REQUESTS, tenant.name)):
-                raise await self._used_up(most, REQUESTS, tenant)
+            limit = RateLimitItemPerMinute(tenant.requests_per_minute)
+            if not await self._run("quota_hit", lambda limiter: limiter.hit(limit, REQUESTS, tenant.name)):
+                raise await self._rate_limited(limit, REQUESTS, tenant)
         if tenant.tokens_per_minute is not None:
-            most = RateLimitItemPerMinute(tenant.tokens_per_minute)
-            if not await self._asked("quota_test", lambda counted: counted.limiter.test(most, TOKENS, tenant.name)):
-                raise await self._used_up(most, TOKENS, tenant)
+            limit = RateLimitItemPerMinute(tenant.tokens_per_minute)
+            if not await self._run("quota_test", lambda limiter: limiter.test(limit, TOKENS, tenant.name)):
+                raise await self._rate_limited(limit, TOKENS, tenant)
 
     async def overspent(self, tenant: Tenant, budgets: Sequence[Budget]) -> frozenset[Budget]:
-        """Those of the budgets that are used up."""
-        return frozenset([budget for budget in budgets if await self._spent_of(tenant, budget) >= budget.tokens])
+        """Return the budgets that are used up."""
+        return frozenset([budget for budget in budgets if await self._spent(tenant, budget) >= budget.tokens])
 
-    async def _spent_of(self, tenant: Tenant, budget: Budget) -> float:
-        window, names = _account(tenant, budget, self._now())
-        return await self._asked("quota_test", lambda counted: counted.spent(window, *names))
-
-    async def spent(
+    async def charge(
         self, tenant: Tenant, num_tokens: int, *, by_tier: Mapping[str, int] = {}, budgets: Sequence[Budget] = ()
     ) -> None:
-        """What a turn has cost, however much was left; of budgets, what each tier's answers have. Counted even when the
-        caller is cancelled meanwhile."""
+        """Count a request's tokens, even beyond a limit; `by_tier` counts towards `budgets`.
+
+        Completes even if the caller is cancelled meanwhile.
+        """
         now_s = self._now()
-        charges = {_account(tenant, budget, now_s): by_tier.get(budget.tier, 0) for budget in budgets}
+        costs = {_budget_counter(tenant, budget, now_s): by_tier.get(budget.tier, 0) for budget in budgets}
         if tenant.tokens_per_minute is not None:
-            charges[RateLimitItemPerMinute(tenant.tokens_per_minute), (TOKENS, tenant.name)] = num_tokens
-        if any(charges.values()):
-            task = asyncio.create_task(self._charge(charges))
-            self._spending.add(task)
-            task.add_done_callback(self._spending.discard)
+            costs[RateLimitItemPerMinute(tenant.tokens_per_minute), (TOKENS, tenant.name)] = num_tokens
+        if any(costs.values()):
+            task = asyncio.create_task(self._charge(costs))
+            self._charging.add(task)
+            task.add_done_callback(self._charging.discard)
             await asyncio.shield(task)
 
-    async def _charge(self, charges: Mapping[Account, int]) -> None:
-        for (window, names), cost in charges.items():
-            if cost > 0:
-                await self._asked("quota_hit", partial(_hit, window, names, cost))
-
     async def aclose(self) -> None:
-        if self._spending:
-            await asyncio.wait(self._spending)
+        if self._charging:
+            await asyncio.wait(self._charging)
 
-    async def _used_up(self, most: RateLimitItemPerMinute, what: str, tenant: Tenant) -> RateLimited:
-        resets_at = await self._asked("quota_test", lambda counted: counted.resets_at(most, what, tenant.name))
-        wait_s = min(max(1.0, float(resets_at) - time.time()), MINUTE_S)
-        return RateLimited(f"more than {most.amount} {what} in a minute", retry_after_s=wait_s)
+    async def _charge(self, costs: Mapping[Counter, int]) -> None:
+        for (window, identifiers), cost in costs.items():
+            if cost > 0:
+                await self._run("quota_hit", partial(_hit, window, identifiers, cost))
 
-    async def _asked(self, op: str, ask: Callable[[Counted], Awaitable[float | bool]]) -> float | bool:
+    async def _spent(self, tenant: Tenant, budget: Budget) -> float:
+        window, identifiers = _budget_counter(tenant, budget, self._now())
+
+        async def spent(limiter: FixedWindowRateLimiter) -> float:
+            return window.amount - (await limiter.get_window_stats(window, *identifiers)).remaining
+
+        return await self._run("quota_test", spent)
+
+    async def _rate_limited(self, limit: RateLimitItemPerMinute, what: str, tenant: Tenant) -> RateLimited:
+        async def resets_at(limiter: FixedWindowRateLimiter) -> float:
+            return float((await limiter.get_window_stats(limit, what, tenant.name)).reset_time)
+
+        wait_s = min(max(1.0, await self._run("quota_test", resets_at) - time.time()), MINUTE_S)
+        return RateLimited(f"more than {limit.amount} {what} in a minute", retry_after_s=wait_s)
+
+    async def _run(self, op: str, call: Callable[[FixedWindowRateLimiter], Awaitable[float]]) -> float:
+        """Call with the shared limiter; with this process's own while Redis is unavailable."""
         if self._redis is not None:
-            answer = await self._redis.bounded(op, lambda: ask(self._shared))
-            if answer is not None:
-                return answer
-        return await ask(self._own)
+            result = await self._redis.run(op, lambda: call(self._shared))
+            if result is not None:
+                return result
+        return await call(self._local)
 
 
-class Counted:
-    """The counts of one store."""
-
-    def __init__(self, storage: Storage):
-        self.limiter = FixedWindowRateLimiter(storage)
-
-    async def spent(self, window: RateLimitItem, *identifiers: str) -> float:
-        """Of a window without a limit."""
-        return window.amount - (await self.limiter.get_window_stats(window, *identifiers)).remaining
-
-    async def resets_at(self, most: RateLimitItemPerMinute, *identifiers: str) -> float:
-        """In Unix seconds."""
-        return float((await self.limiter.get_window_stats(most, *identifiers)).reset_time)
-
-
-def _in(redis: GuardedRedis) -> RedisStorage:
+def _redis_storage(redis: SharedRedis) -> RedisStorage:
     return RedisStorage(
-        "async+redis://",  # which and where, the pool knows
+        "async+redis://",  # the pool knows the address
         implementation="redispy",
-        key_prefix=PREFIX,
+        key_prefix=KEY_PREFIX,
         connection_pool=redis.pool,  # type: ignore[arg-type]
     )
 
 
-def _account(tenant: Tenant, budget: Budget, now_s: float) -> Account:
-    """Where the spending that a budget is about is counted: the same for budgets of other amounts, another one when the
-    clock's next window begins. It is kept for a window's length from the first charge on, and so past its end."""
-    whose = tenant.name if budget.of == "tenant" else EVERYONE
-    window = WINDOWS[budget.per](WITHOUT_LIMIT)
-    return window, (BUDGET, budget.tier, whose, str(int(now_s // window.get_expiry())))
+def _budget_counter(tenant: Tenant, budget: Budget, now_s: float) -> Counter:
+    """Return the counter of a budget's spending.
+
+    Budgets that differ only in their amount share it. Each window of the clock has its own, which is kept for a
+    window's length from its first charge, and so beyond the window's end.
+    """
+    owner = tenant.name if budget.of == "tenant" else EVERYONE
+    window = WINDOWS[budget.per](UNLIMITED)
+    return window, (BUDGET, budget.tier, owner, str(int(now_s // window.get_expiry())))
 
 
-def _hit(window: RateLimitItem, names: tuple[str, ...], cost: int, counted: Counted) -> Awaitable[bool]:
-    return counted.limiter.hit(window, *names, cost=cost)
+def _hit(
+    window: RateLimitItem, identifiers: tuple[str, ...], cost: int, limiter: FixedWindowRateLimiter
+) -> Awaitable[bool]:
+    return limiter.hit(window, *identifiers, cost=cost)

@@ -1,7 +1,7 @@
-"""When the configuration is read anew: its file changed, or the process got a SIGHUP.
+"""Reloading the configuration, when its file changes or the process gets a SIGHUP.
 
-The folder is watched, not the file: editors and ConfigMaps put another file in its place. What counts is whether the
-content differs from what was read last, so that a change beside it is none, and one during the start is not missed.
+The folder is watched, not the file: editors and ConfigMaps replace the file. A reload happens only if the content
+differs from what was read last, so other changes in the folder cause none, and one during the start is not missed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gateway.snapshot import Gateway
 from workers.api.errors import KvrelayError
 from workers.api.tasks import cancel_and_wait
 
-DEBOUNCE_MS = 200  # a file that is written in pieces is read once
-LOOK_MS = 2000  # so often the file is looked at in any case: not every change is told
+DEBOUNCE_MS = 200  # a file written in pieces is read once
+POLL_MS = 2000  # the file is also polled: some file systems do not report every change
 REWATCH_S = 2.0  # after a watch that failed
 CONFIG_MAP = "..data"  # the link that Kubernetes swaps beside the files of a mounted ConfigMap
 
@@ -31,46 +31,48 @@ log = structlog.get_logger()
 
 
 @dataclass
-class Source:
-    """The file, and how settings are made of it; `asked` is set to read it whether or not it changed. Made before the
-    settings are read for the first time. `secrets` are those in other files, by key, that a running process goes on
-    with: read anew with the settings, so that nobody takes a rotated one for taken up."""
+class ConfigSource:
+    """The configuration file, and how to make settings from it. Create it before the first read.
+
+    `secrets` returns the secrets, by key, that a running process cannot replace. They are read again with the settings,
+    so that a rotated one is rejected rather than ignored. Setting `requested` reloads even an unchanged file.
+    """
 
     path: Path
     make: Callable[[], Settings]
     secrets: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # whose it is to read
-    seen: str | None = None  # the digest of what was read last, or of something older
-    _held: Mapping[str, str] | None = None  # the secrets as they were first
+    requested: asyncio.Event = field(default_factory=asyncio.Event)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last_digest: str | None = None  # of the content read last, or of an older one
+    _first_secrets: Mapping[str, str] | None = None
 
     def read(self) -> Settings:
-        """Raises `SettingsError`. A change while it is read is seen as one later."""
-        self.seen = self.digest()
+        """Raises `SettingsError`. If the file changes during the read, `has_changed` is true afterwards."""
+        self.last_digest = self.digest()
         settings = self.make()
         secrets = self.secrets(settings)
-        self._held = self._held or secrets
+        self._first_secrets = self._first_secrets or secrets
         for key, secret in secrets.items():
-            if secret != self._held.get(key):
-                told = f"{key}: a running gateway cannot change it, nor the secret that it leads to; restart for that"
-                raise SettingsError(told)
+            if secret != self._first_secrets.get(key):
+                raise SettingsError(f"{key}: it and its secret cannot be changed while the gateway runs; restart it")
         return settings
 
     @property
     def has_changed(self) -> bool:
-        return self.digest() not in (None, self.seen)
+        return self.digest() not in (None, self.last_digest)
 
     def digest(self) -> str | None:
+        """Return the content's SHA-256; None while the file is being replaced."""
         try:
             return hashlib.sha256(self.path.read_bytes()).hexdigest()
         except OSError:
-            return None  # between two files: there will be another change
+            return None
 
 
 @asynccontextmanager
-async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[None]:
-    """Within the block the gateway follows its file."""
-    tasks = [asyncio.create_task(follow(gateway, source)) for follow in (_changes, _asked)] if source else []
+async def reloading(gateway: Gateway, source: ConfigSource | None) -> AsyncIterator[None]:
+    """Within the block, reload when the file changes or `source.requested` is set."""
+    tasks = [asyncio.create_task(follow(gateway, source)) for follow in (_on_change, _on_request)] if source else []
     try:
         yield
     finally:
@@ -78,46 +80,48 @@ async def following(gateway: Gateway, source: Source | None) -> AsyncIterator[No
             await cancel_and_wait(task)
 
 
-async def reload(gateway: Gateway, source: Source) -> str | None:
-    """What cannot be used is told (the problem is returned, too) and counted, and changes nothing. Reading a long file
-    takes seconds, and holds up no request."""
+async def reload(gateway: Gateway, source: ConfigSource) -> str | None:
+    """Reload once. Return the problem if the settings are unusable; it is also logged and counted, and nothing changes.
+
+    Reading runs in a thread: a long file takes seconds, and must not delay requests.
+    """
     try:
-        async with source.turn:  # else an older reading might be the last to be taken up
+        async with source.lock:  # keeps an older read from being applied last
             await gateway.reload(await asyncio.to_thread(source.read))
     except KvrelayError as error:
         gateway.metrics.config_reload.labels("rejected").inc()
         log.error("config_rejected", error=error.message, generation=gateway.current.generation)
         return error.message
-    except Exception as error:  # a bug in reading it must not end the watch
+    except Exception as error:  # a bug must not end the watch
         gateway.metrics.config_reload.labels("failed").inc()
         log.error("config_failed", error=repr(error), generation=gateway.current.generation)
-        return "reading it failed; the log knows more"
+        return "reading it failed; see the log"
     gateway.metrics.config_reload.labels("ok").inc()
     log.info("config_reloaded", generation=gateway.current.generation)
     return None
 
 
-async def _changes(gateway: Gateway, source: Source) -> None:
+async def _on_change(gateway: Gateway, source: ConfigSource) -> None:
     while True:
         try:
             await _watch(gateway, source)
-        except Exception as error:  # no watch left for this user, or no such folder (any more)
+        except Exception as error:  # the user's watches are used up, or the folder is missing
             gateway.metrics.config_reload.labels("failed").inc()
             log.error("config_watch_failed", error=repr(error), generation=gateway.current.generation)
         await asyncio.sleep(REWATCH_S)
 
 
-async def _watch(gateway: Gateway, source: Source) -> None:
+async def _watch(gateway: Gateway, source: ConfigSource) -> None:
     names = (source.path.name, CONFIG_MAP)
 
-    def concerns(change: Change, path: str) -> bool:
-        return Path(path).name in names  # and not a log that is written in the same folder
+    def is_relevant(change: Change, path: str) -> bool:
+        return Path(path).name in names  # not, for example, a log in the same folder
 
     async for _ in awatch(
         source.path.parent,
-        watch_filter=concerns,
+        watch_filter=is_relevant,
         debounce=DEBOUNCE_MS,
-        rust_timeout=LOOK_MS,
+        rust_timeout=POLL_MS,
         yield_on_timeout=True,
         recursive=False,
     ):
@@ -125,8 +129,8 @@ async def _watch(gateway: Gateway, source: Source) -> None:
             await reload(gateway, source)
 
 
-async def _asked(gateway: Gateway, source: Source) -> None:
+async def _on_request(gateway: Gateway, source: ConfigSource) -> None:
     while True:
-        await source.asked.wait()
-        source.asked.clear()
+        await source.requested.wait()
+        source.requested.clear()
         await reload(gateway, source)

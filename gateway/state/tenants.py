@@ -1,4 +1,4 @@
-"""Who asks: API keys, and the salt that keeps one tenant's caches from another's."""
+"""Tenants: their API keys, and the salt that separates their caches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gateway.settings import DEFAULT_TENANT, Settings
 
 @dataclass(frozen=True)
 class Tenant:
-    """`salt` is derived from the cluster secret, in hex; it never leaves the cluster. `tier` is what rules know it by,
-    `tiers` the model tiers that it may use, small to large."""
+    """`salt` is hex, derived from the cluster secret, and never leaves the cluster. Rules match `tier` as
+    `tenant_tier`; `tiers` are the model tiers it may use, small to large."""
 
     name: str
     salt: str
@@ -30,11 +30,14 @@ class Tenants:
         self._keys = [(key, name) for name, tenant in settings.tenants.items() for key in tenant.api_keys]
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """The tenant behind an `Authorization` header. Where no key is configured, everyone is the default tenant."""
+        """Return the tenant of an `Authorization` header; the default tenant if no keys are configured.
+
+        Raises `AuthenticationFailed`.
+        """
         if not self._keys:
             return self._by_name[DEFAULT_TENANT]
-        offered = key_hash(_offered(authorization))
-        # Every key is compared, so that the time taken tells nothing of which one was close.
+        offered = key_hash(_bearer_key(authorization))
+        # Compare every key, so that the time taken reveals nothing about any of them.
         found = [name for known, name in self._keys if secrets.compare_digest(known, offered)]
         if not found:
             raise AuthenticationFailed("unknown API key")
@@ -42,41 +45,41 @@ class Tenants:
 
 
 class AdminKey:
-    """The one key of the administration. Raises `SettingsError` where a tenant has it too."""
+    """The key of `/admin`. Raises `SettingsError` if a tenant has the same key."""
 
     def __init__(self, key: str, settings: Settings):
         self._hash = key_hash(key)
         if any(self._hash in tenant.api_keys for tenant in settings.tenants.values()):
-            raise SettingsError("admin.key_file: this key is a tenant's, too; the administration needs one of its own")
+            raise SettingsError("admin.key_file: a tenant has the same key; the admin key must be a different one")
 
     def check(self, authorization: str | None) -> None:
         """Raises `AuthenticationFailed`."""
-        if not secrets.compare_digest(self._hash, key_hash(_offered(authorization))):
+        if not secrets.compare_digest(self._hash, key_hash(_bearer_key(authorization))):
             raise AuthenticationFailed("unknown admin key")
 
 
 def key_hash(key: str) -> str:
-    """A key as it is kept."""
+    """Return the SHA-256 of a key, in hex, as it is configured."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _offered(authorization: str | None) -> str:
+def _bearer_key(authorization: str | None) -> str:
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:
-        raise AuthenticationFailed("an API key is needed: send it as `Authorization: Bearer KEY`")
+        raise AuthenticationFailed("missing API key; send `Authorization: Bearer KEY`")
     return key.strip()
 
 
 def _tenant(name: str, settings: Settings, secret: str) -> Tenant:
-    its = settings.tenants[name]
-    tiers = [tier.name for tier in settings.tiers if not its.models or {tier.name, tier.model} & set(its.models)]
+    tenant = settings.tenants[name]
+    tiers = [tier.name for tier in settings.tiers if not tenant.models or {tier.name, tier.model} & set(tenant.models)]
     return Tenant(
         name=name,
         salt=_salt(secret, name),
-        tier=its.tier,
+        tier=tenant.tier,
         tiers=tuple(tiers),
-        requests_per_minute=its.requests_per_minute,
-        tokens_per_minute=its.tokens_per_minute,
+        requests_per_minute=tenant.requests_per_minute,
+        tokens_per_minute=tenant.tokens_per_minute,
     )
 
 

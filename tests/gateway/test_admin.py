@@ -14,7 +14,7 @@ import yaml
 from gateway import settings
 from gateway.app import create_app
 from gateway.errors import SettingsError
-from gateway.state.reload import Source
+from gateway.state.reload import ConfigSource
 from gateway.state.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, told, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
@@ -75,7 +75,7 @@ async def test_without_a_key_file_there_is_no_such_route(method: str, path: str)
 
 def test_a_key_that_is_a_tenants_too_is_refused(tmp_path: Path) -> None:
     shared = values(tenants={"default": {"api_keys": [key_hash(ADMIN_KEY)]}}, admin=key_file(tmp_path))
-    with pytest.raises(SettingsError, match=r"admin\.key_file: this key is a tenant's"):
+    with pytest.raises(SettingsError, match=r"admin\.key_file: a tenant has the same key"):
         create_app(settings.from_values(shared), FAKE_SECRET)
 
 
@@ -121,19 +121,19 @@ async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) 
 
 async def test_a_drained_worker_that_comes_again_is_still_to_be_left_alone(stack: Stack) -> None:
     gateway = stack.app.state.gateway
-    large_1 = {"large-1": settings.WorkerSettings(tier="large", url="http://large-1")}
+    large_1 = {"large-1": settings.WorkerLocation(tier="large", url="http://large-1")}
 
     async def is_drained(worker: str = "large-1") -> bool:
         return bool((await admin(stack, "GET", "state"))["workers"][worker]["is_drained"])
 
-    await gateway.found(large_1)
+    await gateway.set_discovered(large_1)
     await admin(stack, "POST", "workers/large-1/drain")
     for found in ({}, large_1):  # its beat ends and begins, as in a restart
-        await gateway.found(found)
+        await gateway.set_discovered(found)
     assert await is_drained() and not await is_drained("large-0")
     await admin(stack, "POST", "workers/large-1/resume")
     for found in ({}, large_1):
-        await gateway.found(found)
+        await gateway.set_discovered(found)
     assert not await is_drained()
 
 
@@ -194,7 +194,7 @@ def write(path: Path, config: dict[str, Any]) -> None:
 @asynccontextmanager
 async def from_file(path: Path, config: dict[str, Any]) -> AsyncIterator[httpx.AsyncClient]:
     write(path, config)
-    source = Source(path, lambda: settings.load(path))
+    source = ConfigSource(path, lambda: settings.load(path))
     transports = {worker.name: httpx.ASGITransport(worker) for worker in fakes()}
     app = create_app(source.read(), FAKE_SECRET, transports=transports)
     app.state.source = source

@@ -22,7 +22,7 @@ from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
 from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.config import with_password
-from workers.api.heartbeat import KEY, MAX_AGE_S, Board, Heartbeat, Living
+from workers.api.heartbeat import KEY, MAX_AGE_S, Board, Heartbeat, LiveWorkers
 from workers.api.tasks import repeating
 
 BEAT_S, LOST_AFTER_S = 0.05, 2.0
@@ -47,8 +47,8 @@ def beat(**changes: Any) -> Heartbeat:
     ],
 )
 def test_only_what_the_cluster_has_signed_lately_counts(signed: Callable[[], str], counts: bool) -> None:
-    read = Heartbeat.read(signed(), FAKE_SECRET)
-    assert (read is not None and not read.is_of_long_ago) is counts
+    read = Heartbeat.parse(signed(), FAKE_SECRET)
+    assert (read is not None and not read.is_stale) is counts
 
 
 async def test_a_board_forgets_who_left_without_a_word(require_tool: Callable[[str], str], tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ async def test_a_board_forgets_who_left_without_a_word(require_tool: Callable[[s
 
 
 def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
-    living, first, later = Living(4.0), beat(at=1.0), beat(at=2.0)
+    living, first, later = LiveWorkers(4.0), beat(at=1.0), beat(at=2.0)
     for now in (100.0, 101.0, 102.0, 103.0):
         assert living.update([first], now) == {"large-0": first}, "the board shows its last one"
     for now in (103.5, 104.5, 105.5, 106.5):
@@ -75,7 +75,7 @@ def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
 
 
 def test_a_lost_worker_stays_lost_while_its_last_beat_is_shown() -> None:
-    living, last = Living(4.0), beat(at=1.0)
+    living, last = LiveWorkers(4.0), beat(at=1.0)
     seen = ["large-0" in living.update([last], float(now)) for now in range(100, 120)]
     assert seen == [True] * 4 + [False] * 16
     again = beat(at=2.0)
@@ -83,7 +83,7 @@ def test_a_lost_worker_stays_lost_while_its_last_beat_is_shown() -> None:
 
 
 def test_nobody_is_lost_for_a_time_in_which_nobody_looked() -> None:
-    living, first = Living(4.0), beat(at=1.0)
+    living, first = LiveWorkers(4.0), beat(at=1.0)
     living.update([first], 100.0)
     for now in (700.0, 701.0, 702.0):
         assert living.update([], now) == {"large-0": first}

@@ -167,7 +167,7 @@ def test_it_does_not_begin_without_its_parent(tmp_path: Path) -> None:
     arguments = command(configured(tmp_path), "--die-with-parent", str(ended.pid))
     child = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert child.returncode == 2
-    assert "the parent is gone already" in child.stderr
+    assert "the parent has already exited" in child.stderr
 
 
 def is_running(pid: int) -> bool:
@@ -181,7 +181,7 @@ def is_running(pid: int) -> bool:
     ("changes", "message"),
     [
         ({"policy": {"name": "best"}}, "unknown policy 'best'; known: fixed"),
-        ({"server": {"host": "0.0.0.0"}}, "server.host: 0.0.0.0 can be reached by others"),
+        ({"server": {"host": "0.0.0.0"}}, "server.host: 0.0.0.0 is reachable from other machines"),
         ({"secret_file": "nowhere"}, "secret_file: cannot read"),
     ],
 )

@@ -57,7 +57,7 @@ async def the_contract(quotas: Quotas) -> None:
     writer = tenant("writer", tokens=100)
     for spent in (60, 60):
         await quotas.admit(writer)
-        await quotas.spent(writer, spent)
+        await quotas.charge(writer, spent)
     assert await num_admitted(quotas, writer) == 0, "what was over the limit counts too"
 
 
@@ -67,11 +67,11 @@ async def the_budgets(quotas: Quotas) -> None:
     everyones = mine.model_copy(update={"of": "everyone", "tokens": 150})
     hourly, raised = mine.model_copy(update={"per": "hour"}), mine.model_copy(update={"tokens": 1000})
     counted, asked = (mine, everyones), (mine, everyones, hourly, raised)
-    await quotas.spent(tenant("a"), 599, by_tier={"large": 99, "small": 500}, budgets=counted)
+    await quotas.charge(tenant("a"), 599, by_tier={"large": 99, "small": 500}, budgets=counted)
     assert await quotas.overspent(tenant("a"), asked) == set()
-    await quotas.spent(tenant("a"), 1, by_tier={"large": 1}, budgets=counted)
+    await quotas.charge(tenant("a"), 1, by_tier={"large": 1}, budgets=counted)
     assert await quotas.overspent(tenant("a"), asked) == {mine}
-    await quotas.spent(tenant("b"), 50, by_tier={"large": 50}, budgets=counted)
+    await quotas.charge(tenant("b"), 50, by_tier={"large": 50}, budgets=counted)
     assert await quotas.overspent(tenant("b"), asked) == {everyones}
 
 
@@ -85,7 +85,7 @@ async def the_clocks_windows(url: str) -> None:
     minute, hour, day = (Budget(tier="large", tokens=10, per=per) for per in ("minute", "hour", "day"))
     asked = (minute, hour, day)
     async with counting(url, lambda: clock[0]) as quotas:
-        await quotas.spent(tenant("clocked"), 10, by_tier={"large": 10}, budgets=asked)
+        await quotas.charge(tenant("clocked"), 10, by_tier={"large": 10}, budgets=asked)
         for at, used_up in (
             (utc(2026, 11, 29, 23, 59, 0), {minute, hour, day}),
             (utc(2026, 11, 29, 23, 0, 0), {hour, day}),
@@ -126,8 +126,8 @@ NUM_READ = len(render([Message.model_validate(message) for message in MESSAGES])
 
 async def num_spent(stack: Stack) -> int:
     """By the default tenant, in this minute."""
-    counted = stack.app.state.gateway.parts.quotas._own
-    stats = await counted.limiter.get_window_stats(RateLimitItemPerMinute(MOST), TOKENS, "default")
+    limiter = stack.app.state.gateway.parts.quotas._local
+    stats = await limiter.get_window_stats(RateLimitItemPerMinute(MOST), TOKENS, "default")
     return int(MOST - stats.remaining)
 
 
@@ -215,7 +215,7 @@ async def once_spent(stack: Stack) -> int:
 async def test_what_is_charged_survives_its_callers_cancellation() -> None:
     async with counting("memory://") as quotas:
         writer = tenant("writer", tokens=100)
-        spending = asyncio.create_task(quotas.spent(writer, 200))
+        spending = asyncio.create_task(quotas.charge(writer, 200))
         await asyncio.sleep(0)
         spending.cancel()
         await asyncio.wait({spending})

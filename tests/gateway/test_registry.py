@@ -12,8 +12,8 @@ import redis.asyncio
 
 from gateway.settings import RegistrySettings
 from gateway.state import registry
-from gateway.state.redis import PREFIX, Guard, GuardedRedis, RedisRegistry
-from gateway.state.registry import Entry, Registry
+from gateway.state.redis import SharedRedis
+from gateway.state.registry import KEY_PREFIX, Entry, RedisRegistry, Registry
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told
 
@@ -48,7 +48,7 @@ def patient(url: str) -> RegistrySettings:
 
 def filed_in(redis: RedisProcess, ops: Ops | None = None, timeout_s: float = 10.0) -> RedisRegistry:
     told = [] if ops is None else ops
-    guarded = GuardedRedis(redis.url, timeout_s=timeout_s, on_op=lambda op, result: told.append((op, result)))
+    guarded = SharedRedis(redis.url, timeout_s=timeout_s, on_op=lambda op, result: told.append((op, result)))
     return RedisRegistry(guarded)
 
 
@@ -156,11 +156,11 @@ async def test_a_new_password_is_taken_up_by_a_reload(require_tool: Callable[[st
         async with in_process(registry=where, tenants={"default": {"requests_per_minute": 1000}}) as stack:
             await hit(stack)
             gateway = stack.app.state.gateway
-            before = gateway.current.filing
+            before = gateway.current.stores
             async with redis.asyncio.from_url(process.url, password="the-password-so-far") as admin:
                 await admin.config_set("requirepass", "the-password-from-now-on")
                 await gateway.reload(gateway.settings)
-                assert gateway.current.filing is before, "nothing has changed that the gateway knows of"
+                assert gateway.current.stores is before, "nothing has changed that the gateway knows of"
                 write("the-password-from-now-on")
                 await gateway.reload(gateway.settings)
                 await admin.client_kill_filter(_type="normal", skipme=True)
@@ -173,8 +173,8 @@ async def test_a_new_password_is_taken_up_by_a_reload(require_tool: Callable[[st
 
 async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: Ops) -> None:
     async with redis.asyncio.from_url(shared_redis.url) as raw:
-        await raw.set(f"{PREFIX}broken", b"{not json")
-        await raw.set(f"{PREFIX}other", b'{"cache_id": "x"}')
+        await raw.set(f"{KEY_PREFIX}broken", b"{not json")
+        await raw.set(f"{KEY_PREFIX}other", b'{"cache_id": "x"}')
     store = filed_in(shared_redis, ops)
     assert await store.get_many(["broken", "other"]) == [None, None]
     assert ("get", "unreadable") in ops
@@ -288,8 +288,9 @@ async def test_a_probe_that_fails_with_anything_tries_again() -> None:
     async def work() -> str:
         return "done"
 
-    guard = Guard(ping, timeout_s=5.0, on_op=lambda op, result: None)
-    assert await guard.bounded("get", fail) is None
-    await eventually(lambda: guard._is_closed, within_s=20)
-    assert await guard.bounded("get", work) == "done"
-    await guard.aclose()
+    shared = SharedRedis("redis://127.0.0.1:9", timeout_s=5.0)
+    shared.client.ping = ping  # type: ignore[assignment]
+    assert await shared.run("get", fail) is None
+    await eventually(lambda: shared.is_available, within_s=20)
+    assert await shared.run("get", work) == "done"
+    await shared.aclose()

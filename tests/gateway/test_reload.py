@@ -17,7 +17,7 @@ import yaml
 from gateway.errors import SettingsError
 from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
-from gateway.state.reload import Source, following, reload
+from gateway.state.reload import ConfigSource, reload, reloading
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
 from tests.gateway.test_process import configured, gateway, workers
 from tools.fake_worker import FAKE_SECRET
@@ -85,9 +85,9 @@ async def test_a_new_worker_is_known_before_it_is_asked() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"server": {"port": 8001}}, "server: a running gateway cannot change it"),
-        ({"server": {"host": "0.0.0.0"}}, "0.0.0.0 can be reached by others"),
-        ({"secret_file": "other"}, "secret_file: a running gateway cannot change it"),
+        ({"server": {"port": 8001}}, "server: cannot be changed while the gateway runs"),
+        ({"server": {"host": "0.0.0.0"}}, "0.0.0.0 is reachable from other machines"),
+        ({"secret_file": "other"}, "secret_file: cannot be changed while the gateway runs"),
     ],
 )
 async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
@@ -111,7 +111,7 @@ async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: P
             path.unlink()
         with pytest.raises(SettingsError, match="admin.key_file: cannot read"):
             await of(stack).reload(of(stack).settings)
-        await of(stack).found({"large-1": of(stack).settings.workers["large-0"]})
+        await of(stack).set_discovered({"large-1": of(stack).settings.workers["large-0"]})
         assert set(of(stack).parts.fleet.tiers["large"].workers) == {"large-0", "large-1"}
         told_by_admin = await stack.http.get("/admin/state", headers={"authorization": f"Bearer {KEY}"})
         assert told_by_admin.status_code == 200
@@ -125,7 +125,7 @@ async def test_reading_holds_up_no_request_and_the_latest_counts(stack: Stack) -
         assert policy is SMALL or may_be_read.wait(5)
         return from_values(values(policy=policy))
 
-    source = Source(Path("nowhere"), read)
+    source = ConfigSource(Path("nowhere"), read)
     readings = [asyncio.create_task(reload(of(stack), source)) for _ in range(2)]
     assert told(await stack.chat())["policy"] == "confidence"
     may_be_read.set()
@@ -139,7 +139,7 @@ async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, erro
     def read() -> Any:
         raise error
 
-    await reload(of(stack), Source(Path("nowhere"), read))
+    await reload(of(stack), ConfigSource(Path("nowhere"), read))
     result = "rejected" if isinstance(error, SettingsError) else "failed"
     assert stack.metric("config_reload_total", result=result) == 1
     assert stack.metric("config_generation") == 1
@@ -147,10 +147,10 @@ async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, erro
 
 def test_a_secret_that_differs_is_named() -> None:
     held = {"secret_file": "first"}
-    source = Source(Path("nowhere"), lambda: from_values(values()), lambda settings: dict(held))
+    source = ConfigSource(Path("nowhere"), lambda: from_values(values()), lambda settings: dict(held))
     source.read()
     held["secret_file"] = "second"
-    with pytest.raises(SettingsError, match="secret_file: a running gateway cannot change it, nor the secret"):
+    with pytest.raises(SettingsError, match="secret_file: it and its secret cannot be changed"):
         source.read()
 
 
@@ -224,17 +224,17 @@ async def test_the_end_can_be_cancelled_while_a_watch_does_not_end() -> None:
 async def test_a_change_during_the_start_is_not_missed(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "kvrelay.yaml"
     path.write_text("before")
-    source = Source(path, lambda: from_values(values(policy=LARGE)))
+    source = ConfigSource(path, lambda: from_values(values(policy=LARGE)))
     source.read()
     path.write_text("after")
-    async with following(of(stack), source):
+    async with reloading(of(stack), source):
         await eventually(lambda: stack.metric("config_reload_total", result="ok") == 1, within_s=20)
     assert stack.metric("config_generation") == 2
 
 
 async def test_a_watch_that_fails_is_counted_and_begun_again(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "mounted" / "kvrelay.yaml"
-    async with following(of(stack), Source(path, lambda: from_values(values(policy=LARGE)))):
+    async with reloading(of(stack), ConfigSource(path, lambda: from_values(values(policy=LARGE)))):
         await eventually(lambda: stack.metric("config_reload_total", result="failed") >= 1)
         path.parent.mkdir()
         path.write_text("there")

@@ -12,8 +12,8 @@ from redis.asyncio.sentinel import SentinelManagedSSLConnection
 
 from gateway.errors import SettingsError
 from gateway.settings import from_values
-from gateway.state.redis import GuardedRedis, RedisRegistry
-from gateway.state.registry import connect
+from gateway.state.redis import SharedRedis
+from gateway.state.registry import RedisRegistry, connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
 from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
@@ -61,8 +61,8 @@ async def test_more_operations_than_connections_wait_for_one(
     binary = require_tool("redis-server")
     with redis_process(binary, tmp_path) as master, sentinel(binary, tmp_path, master.port) as port:
         url = f"redis+sentinel://127.0.0.1:{port}/kvrelay"
-        redis = GuardedRedis(url, timeout_s=10.0, on_op=lambda op, result: ops.append(result))
-        assert await asyncio.gather(*(redis.bounded("ping", redis.client.ping) for _ in range(MAX_CONNECTIONS + 8)))
+        redis = SharedRedis(url, timeout_s=10.0, on_op=lambda op, result: ops.append(result))
+        assert await asyncio.gather(*(redis.run("ping", redis.client.ping) for _ in range(MAX_CONNECTIONS + 8)))
         assert ops == ["ok"] * (MAX_CONNECTIONS + 8)
         await redis.aclose()
 

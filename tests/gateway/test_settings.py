@@ -53,7 +53,7 @@ def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_LIMITS", "{not json")
-    with pytest.raises(SettingsError, match="limits.*holds JSON"):
+    with pytest.raises(SettingsError, match="limits.*must hold JSON"):
         from_values(values())
 
 
@@ -66,15 +66,15 @@ def test_every_policy_can_be_configured(name: str) -> None:
     ("changes", "message"),
     [
         ({"tier": []}, "tier: unknown key; known: tiers, workers, server, registry, policy, tenants, limits"),
-        ({"tiers": []}, "tiers: at least one tier is needed"),
+        ({"tiers": []}, "tiers: at least one tier is required"),
         ({"tiers": [{"name": "small", "model": "grün"}]}, "tiers.0.model: .*pattern .*, got 'grün'"),
         ({"tiers": [{"name": "small"}]}, "tiers.0.model: this key is required"),
         ({"tiers": [{"name": "small", "model": "m", "size": 1}]}, "tiers.0.size: unknown key; known: name, model"),
         (
             {"tiers": [{"name": "small", "model": "m"}, {"name": "small", "model": "n"}]},
-            "tiers: 'small' stands twice or is reserved",
+            "tiers: 'small' is a duplicate or reserved",
         ),
-        ({"tiers": [{"name": "auto", "model": "m"}]}, "tiers: 'auto' stands twice or is reserved"),
+        ({"tiers": [{"name": "auto", "model": "m"}]}, "tiers: 'auto' is a duplicate or reserved"),
         ({"workers": {"a": WORKER}}, "tier 'large' has no worker"),
         ({"workers": {"a": WORKER | {"tier": "huge"}}}, "workers.a.tier: unknown tier 'huge'; known: small, large"),
         ({"workers": {"a": WORKER | {"url": "127.0.0.1:8001"}}}, "workers.a.url: must be an http:// or https:// URL"),
@@ -107,10 +107,10 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"tenants": {"acme": {}}}, "tenants: 'default' is missing; known: acme"),
         (
             {"tenants": {"default": {"api_keys": ["my-key"]}}},
-            "tenants.default.api_keys.0: needs the SHA-256 of a key, .* never the key itself$",
+            "tenants.default.api_keys.0: must be the SHA-256 of a key, .* never the key itself$",
         ),
         ({"tenants": {"default": {"keys": []}}}, "tenants.default.keys: unknown key; known: api_keys"),
-        ({"tenants": {"default": {"api_keys": ["a" * 64]}, "b": {"api_keys": ["a" * 64]}}}, "API key: .* stands twice"),
+        ({"tenants": {"default": {"api_keys": ["a" * 64]}, "b": {"api_keys": ["a" * 64]}}}, "API key: .* a duplicate"),
         (
             {"tenants": {"default": {}, "b": {"models": ["huge"]}}},
             "tenants.b.models: unknown model 'huge'; known: fake-large, fake-small, large, small",
@@ -183,9 +183,9 @@ policy: &again {name: rules, otherwise: *again}
         ("tiers: 2020-99-99", "not valid YAML: month"),
         ("limits: {max_messages: 5}\nregistry: {}\nlimits: {}\n", "not valid YAML in line 3: duplicate key 'limits'"),
         ("tenants: {a: {}, b: {}, a: {}}", "not valid YAML in line 1: duplicate key 'a'"),
-        (HOLDS_ITSELF, "holds itself"),
-        ("- a\n- b\n", "must hold a mapping with the keys tiers"),
-        ("", "must hold a mapping"),
+        (HOLDS_ITSELF, "contains itself"),
+        ("- a\n- b\n", "must be a mapping with the keys tiers"),
+        ("", "must be a mapping"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:

@@ -107,13 +107,13 @@ async def plant(stack: Stack, **changes: Any) -> None:
     """Changes what Redis holds of the small model's caches of tenant default."""
     import redis.asyncio
 
-    from gateway.state.redis import PREFIX, WRITTEN
+    from gateway.state.registry import ENTRY, KEY_PREFIX
 
     async with redis.asyncio.from_url(stack.app.state.gateway.settings.registry.url) as raw:
-        for name in await raw.keys(f"{PREFIX}*"):
-            entry = WRITTEN.validate_json(await raw.get(name) or b"")
+        for name in await raw.keys(f"{KEY_PREFIX}*"):
+            entry = ENTRY.validate_json(await raw.get(name) or b"")
             if entry.tenant == "default" and entry.worker == "small-0":
-                await raw.set(name, WRITTEN.dump_json(replace(entry, **changes)), px=60_000)
+                await raw.set(name, ENTRY.dump_json(replace(entry, **changes)), px=60_000)
 
 
 LIMITED = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"requests_per_minute": 3}}

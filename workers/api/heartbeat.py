@@ -1,10 +1,10 @@
-"""Workers that tell by themselves that they are there: heartbeats, through a Redis that gateways and workers share.
+"""Heartbeats: workers announce themselves through a Redis that gateways and workers share.
 
     worker ── every beat_s ──►  kvrelay:workers {id: signed beat}  ◄── every beat_s ── gateways, and other workers
 
-A beat names an address to which prompts and the cluster secret will go, so it is signed with that secret: what a Redis
-says counts for nothing without. A worker lives as long as its beats go on, by the reader's own clock; a Redis that is
-gone says nothing, and whoever lived goes on.
+A beat names an address that prompts and the cluster secret are sent to, so it is signed with that secret; unsigned
+content of Redis is ignored. A worker is alive while its beats continue, by the reader's own clock. While Redis is
+unavailable, the known workers stay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from workers.api.redis import connection_pool
 
 KEY = "kvrelay:workers"  # a Redis hash, by worker
 TIMEOUT_S = 1.0
-COUNTED_SHARE = 0.25  # of the time after which a worker is lost: no look counts for more silence than that
-MAX_AGE_S = 300.0  # between the clocks of two hosts; an older beat was kept by somebody
+MAX_SILENCE_SHARE = 0.25  # of lost_after_s: the most silence that one update counts
+MAX_AGE_S = 300.0  # tolerated clock difference between hosts; an older beat is a replay
 
 
 class Heartbeat(BaseModel):
-    """`at` is when it was sent, in Unix seconds; a later one of the same worker replaces it."""
+    """`at` is the time of sending, in Unix seconds. A later beat of the same worker replaces an earlier one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,19 +44,18 @@ class Heartbeat(BaseModel):
         return json.dumps({"beat": self.model_dump(), "signature": _signature(self, secret)})
 
     @classmethod
-    def read(cls, raw: str | bytes, secret: str) -> Heartbeat | None:
-        """None for one that is none, or is signed by somebody else."""
+    def parse(cls, raw: str | bytes, secret: str) -> Heartbeat | None:
+        """Return None if it is malformed, or not signed with this secret."""
         try:
             content: dict[str, Any] = json.loads(raw)
             beat, signature = cls.model_validate(content["beat"]), str(content["signature"]).encode()
-        except (ValueError, KeyError, TypeError, RecursionError):  # a stranger's, which must not hide the others
+        except (ValueError, KeyError, TypeError, RecursionError):  # foreign content must not hide other beats
             return None
-        is_ours = hmac.compare_digest(signature, _signature(beat, secret).encode())
-        return beat if is_ours else None
+        return beat if hmac.compare_digest(signature, _signature(beat, secret).encode()) else None
 
     @property
-    def is_of_long_ago(self) -> bool:
-        """Such a one counts for nothing."""
+    def is_stale(self) -> bool:
+        """Whether the beat is too old to count."""
         return abs(time.time() - self.at) >= MAX_AGE_S
 
 
@@ -66,36 +65,38 @@ def _signature(beat: Heartbeat, secret: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Record:
     beat: Heartbeat
     silent_s: float = 0.0
 
 
-class Living:
-    """Whose beats go on. After a time in which nobody could look, all have some looks to be heard again."""
+class LiveWorkers:
+    """Tracks which workers are alive. After a pause in the updates, each worker has a few of them to reappear."""
 
     def __init__(self, lost_after_s: float):
         self._lost_after_s = lost_after_s
-        self._looked_at: float | None = None
-        self._seen: dict[str, _Seen] = {}
+        self._updated_at: float | None = None
+        self._records: dict[str, _Record] = {}
 
     def update(self, beats: Iterable[Heartbeat], now: float) -> Mapping[str, Heartbeat]:
-        """Those that live, by id, after a look at the board. `now` is any clock in seconds that never goes back."""
-        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, COUNTED_SHARE * self._lost_after_s)
-        self._looked_at = now
-        seen = {name: _Seen(one.beat, one.silent_s + passed_s) for name, one in self._seen.items()}
-        shown = {beat.worker: beat for beat in beats}
-        for name, beat in shown.items():
-            if name not in seen or beat.at > seen[name].beat.at:
-                seen[name] = _Seen(beat)
-        living = {name: one.beat for name, one in sorted(seen.items()) if one.silent_s < self._lost_after_s}
-        # A lost one is known for as long as its last beat is shown, which would be taken for a new one else.
-        self._seen = {name: one for name, one in seen.items() if name in living or name in shown}
-        return living
+        """Return the last beat of each live worker, by id, given the board's current beats. `now` is a monotonic clock
+        in seconds."""
+        max_s = MAX_SILENCE_SHARE * self._lost_after_s
+        passed_s = 0.0 if self._updated_at is None else min(now - self._updated_at, max_s)
+        self._updated_at = now
+        records = {name: _Record(one.beat, one.silent_s + passed_s) for name, one in self._records.items()}
+        on_board = {beat.worker: beat for beat in beats}
+        for name, beat in on_board.items():
+            if name not in records or beat.at > records[name].beat.at:
+                records[name] = _Record(beat)
+        live = {name: one.beat for name, one in sorted(records.items()) if one.silent_s < self._lost_after_s}
+        # Remember a lost worker while its last beat is on the board: otherwise it would count as new.
+        self._records = {name: one for name, one in records.items() if name in live or name in on_board}
+        return live
 
 
 class Board:
-    """The beats in one Redis. Raises `RedisError`."""
+    """The heartbeats in one Redis. Raises `RedisError`."""
 
     def __init__(self, url: str, secret: str, timeout_s: float = TIMEOUT_S):
         self._redis = Redis.from_pool(connection_pool(url, timeout_s))
@@ -108,13 +109,13 @@ class Board:
         await self._redis.hdel(KEY, worker)
 
     async def read(self) -> list[Heartbeat]:
-        """Those that count. What a worker left there long ago is taken off: the board does not grow for ever."""
+        """Return the valid beats. Deletes stale ones, so that the board does not grow forever."""
         raw = await self._redis.hgetall(KEY)
-        ours = {name: beat for name, signed in raw.items() if (beat := Heartbeat.read(signed, self._secret))}
-        old = [name for name, beat in ours.items() if beat.is_of_long_ago]
-        if old:
-            await self._redis.hdel(KEY, *old)
-        return [beat for name, beat in ours.items() if name not in old]
+        beats = {name: beat for name, signed in raw.items() if (beat := Heartbeat.parse(signed, self._secret))}
+        stale = [name for name, beat in beats.items() if beat.is_stale]
+        if stale:
+            await self._redis.hdel(KEY, *stale)
+        return [beat for name, beat in beats.items() if name not in stale]
 
     async def aclose(self) -> None:
         await self._redis.aclose()

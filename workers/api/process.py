@@ -14,47 +14,50 @@ PR_SET_PDEATHSIG = 1
 
 
 class ParentWatchError(RuntimeError):
-    """The kernel will not tell when the parent ends."""
+    """The process cannot watch its parent."""
 
 
 class ParentExited(ParentWatchError):
-    """It has ended already."""
+    """The parent has already exited."""
 
 
 def add_parent_option(parser: argparse.ArgumentParser) -> None:
-    """`--die-with-parent [PID]`: `die_with_parent` of it is None where it was not given."""
+    """Add `--die-with-parent [PID]`; the parsed `die_with_parent` is None if the option is absent."""
     parser.add_argument(
         "--die-with-parent",
         type=int,
         nargs="?",
         const=0,
         metavar="PID",
-        help="end when the parent process ends (Linux); PID is its id, in case it has ended already",
+        help="exit when the parent process exits (Linux only); PID is its id, in case it has already exited",
     )
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for a SIGTERM when the parent ends; `parent` is its process id, 0 whoever it is now.
+    """Ask the kernel for a SIGTERM when the parent exits. `parent` is its process id; 0 means the current parent.
 
-    Raises `ParentExited`, and `ParentWatchError` where there is no such signal.
+    Raises `ParentExited`, and `ParentWatchError` on systems without that signal.
     """
     if sys.platform != "linux":
         raise ParentWatchError(f"--die-with-parent works on Linux only, not on {sys.platform}")
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
         raise ParentWatchError(f"--die-with-parent: prctl failed: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it ended before we asked, or before we ran
-        raise ParentExited("--die-with-parent: the parent is gone already")
+    if os.getppid() != parent:  # it exited before the call, or before this process ran
+        raise ParentExited("--die-with-parent: the parent has already exited")
 
 
 def write_ready_file(path: Path, url: str) -> None:
-    """Writes `{"url", "pid"}`. Whoever finds the file finds all of it."""
+    """Write `{"url", "pid"}` atomically, for the process that started this one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
     partial.replace(path)
 
 
 def hide_progress_bars() -> None:
-    """To be called before a library that draws them is imported; holds for the processes that are started, too."""
+    """Switch off tqdm's progress bars unless stderr is a terminal.
+
+    Call it before importing a library that draws them. Child processes inherit the setting.
+    """
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"

@@ -1,4 +1,4 @@
-"""Tasks of the event loop: ended in good order, and counted, as workers and gateway alike tell in their metrics."""
+"""asyncio tasks: cancel one and wait for it, repeat work, count what is running."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-AGAIN_S = 20.0  # a cancellation can get lost, where a library takes it for the end of a timeout of its own
+AGAIN_S = 20.0  # a library may swallow a cancellation, taking it for the end of its own timeout
 
 
 def num_tasks() -> int:
-    """Tasks of the running event loop; 0 where none runs."""
+    """Return the number of tasks of the running event loop; 0 without a loop."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:
@@ -19,13 +19,15 @@ def num_tasks() -> int:
 
 
 async def cancel_and_wait(task: asyncio.Future[Any], *, again_s: float = AGAIN_S) -> None:
-    """Cancels the task, and waits until it has cleaned up. How it ended is looked at, so that a failure is not reported
-    as forgotten. Whoever waits for it can be cancelled meanwhile."""
+    """Cancel a task and wait until it has ended; repeat the cancellation every `again_s`.
+
+    Its exception is retrieved, so that asyncio does not log it. The caller can be cancelled while it waits.
+    """
     while task.cancel():
         try:
             await asyncio.wait({task}, timeout=again_s)
         except asyncio.CancelledError:
-            task.cancel()  # nobody will ask again
+            task.cancel()  # the caller will not repeat it
             raise
     if not task.cancelled():
         task.exception()
@@ -33,8 +35,10 @@ async def cancel_and_wait(task: asyncio.Future[Any], *, again_s: float = AGAIN_S
 
 @asynccontextmanager
 async def repeating(work: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
-    """Within the block `work` is done again and again. At the end it is waited for, never cancelled: redis-py takes a
-    cancellation for a failure of its own, and nobody would hear of it. It raises nothing."""
+    """Within the block, repeat `work` every `every_s`. `work` must not raise.
+
+    At the end, the current run is awaited, never cancelled: redis-py takes a cancellation for a failure of its own.
+    """
     ending = asyncio.Event()
 
     async def repeat() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 from redis.exceptions import RedisError
 
-from workers.api.heartbeat import Board, Heartbeat, Living
+from workers.api.heartbeat import Board, Heartbeat, LiveWorkers
 from workers.api.tasks import repeating
 from workers.serving.worker import Worker
 
@@ -24,7 +24,7 @@ async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None
         yield
         return
     board = Board(board_url, secret)
-    announcer = _Announcer(worker, board, Living(settings.lost_after_s), url)
+    announcer = _Announcer(worker, board, LiveWorkers(settings.lost_after_s), url)
     try:
         async with repeating(announcer.beat, settings.beat_s):
             yield
@@ -35,7 +35,7 @@ async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None
 
 
 class _Announcer:
-    def __init__(self, worker: Worker, board: Board, living: Living, url: str):
+    def __init__(self, worker: Worker, board: Board, living: LiveWorkers, url: str):
         self._worker = worker
         self._board = board
         self._living = living
