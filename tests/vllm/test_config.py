@@ -88,7 +88,7 @@ def test_a_process_whose_parent_has_ended_does_not_begin() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     try:
-        with pytest.raises(SettingsError, match="the parent is gone"):
+        with pytest.raises(SettingsError, match="the parent has already exited"):
             ConnectorSettings(parent=gone.pid).follow_parent(is_worker=False)
     finally:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # this process goes on
