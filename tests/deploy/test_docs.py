@@ -21,6 +21,14 @@ from gateway.policies import Asked
 from workers.settings import read_settings
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [*(REPOSITORY / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *DOCS]
+GITHUB = REPOSITORY / ".github"
+SCHEMAS = {
+    GITHUB / "workflows" / "ci.yml": "vendor.github-workflows",
+    GITHUB / "ISSUE_TEMPLATE" / "bug.yml": "vendor.github-issue-forms",
+    GITHUB / "ISSUE_TEMPLATE" / "feature.yml": "vendor.github-issue-forms",
+    GITHUB / "ISSUE_TEMPLATE" / "config.yml": "vendor.github-issue-config",
+}
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = {"docker", "kubectl", "linux", "worker"}  # what a command needs that a test has not, or not so quickly
 TOP = {path.name for path in REPOSITORY.iterdir()}
@@ -117,13 +125,44 @@ def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
         read_settings(path, worker)
 
 
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.stem)
+@pytest.mark.parametrize("doc", PAGES, ids=lambda doc: doc.stem)
 def test_files_and_tests_that_are_named_are_there(doc: Path) -> None:
     named = [name for name in re.findall(r"`([\w./-]+(?:::\w+)?)`", doc.read_text()) if name.split("/")[0] in TOP]
     for name in named:
         path, _, test = name.partition("::")
         assert (REPOSITORY / path).exists(), name
         assert not test or f"def {test}(" in (REPOSITORY / path).read_text(), name
+
+
+@pytest.mark.parametrize("doc", PAGES, ids=lambda doc: doc.stem)
+def test_links_between_pages_resolve(doc: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", doc.read_text())):
+        path, _, anchor = target.partition("#")
+        if ":" in target:
+            continue
+        page = (doc.parent / path).resolve() if path else doc
+        assert page.is_file(), target
+        assert not anchor or anchor in anchors(page), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_workflows_and_issue_forms_fit_their_schemas(path: Path) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", SCHEMAS[path], str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_ci_runs_the_same_checks_as_contributors() -> None:
+    steps = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"]["steps"]
+    assert any(step.get("run") == "bash .ci/run" for step in steps)
+    pinned = [step["uses"] for step in steps if "uses" in step]
+    assert pinned and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", use) for use in pinned)
 
 
 def test_every_threat_is_shown_by_a_test() -> None:
