@@ -1,12 +1,11 @@
-"""The gateway's requests, as clients write them: the OpenAI ones, plus the optional field `kvrelay`.
+"""Requests as clients send them: OpenAI's, with the optional fields `kvrelay` and `kv_transfer_params`.
 
-A field that the engine lacks is refused by name; one that changes no answer is accepted and ignored; a salt that the
-client sends is dropped, since the tenant's salt is the gateway's.
+A field that no engine supports is an error that names it; a field that does not change the answer is accepted and
+ignored. A salt from the client is dropped: the gateway derives the tenant's salt itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -20,35 +19,35 @@ from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_TTL_S, CacheId, Mes
 
 R = TypeVar("R", bound="ClientRequest")
 
-# One item that is wrong is told; to find and describe them all would hold up everybody.
+# Stop at the first invalid item: describing thousands would block the event loop.
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 MAX_DEPTH = 64
-MAX_VALUES = 32_768  # far more than any conversation takes; checking millions would hold up everybody
-MAX_FIELDS, FIELD_DEPTH = 256, 3  # of one object, as far down as it is known which fields there are
+MAX_VALUES = 32_768  # far more than any conversation needs; validating millions would block the event loop
+MAX_FIELDS, FIELD_DEPTH = 256, 3  # fields of one object, at the levels whose fields are known
 MAX_NAME_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
-class Fields(BaseModel):
-    """What a client asks by. A field that is null is one that is left out, as OpenAI's are."""
+class ClientModel(BaseModel):
+    """An object that a client sends. As in OpenAI's API, null means that the field was left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    dropped: ClassVar[tuple[str, ...]] = ()  # unseen, where a client sends them
+    dropped: ClassVar[tuple[str, ...]] = ()  # fields that are ignored, whatever their value
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, fields: Any) -> Any:
+    def _without_nulls(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None and name not in cls.dropped}
 
 
-class KvrelayOptions(Fields):
-    """The `kvrelay` request field. `exact` allows no mapped cache in the making of the answer; `no_cache` neither
-    reads nor stores; `agreement_probe` N compares N tokens with a full prefill (0: not)."""
+class KvrelayOptions(ClientModel):
+    """The `kvrelay` request field. `exact` rules out mapped caches; `no_cache` neither looks up nor stores a cache;
+    `agreement_probe` N compares N tokens of the answer with a full prefill (0: off)."""
 
     policy: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
     max_tier: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
@@ -58,30 +57,31 @@ class KvrelayOptions(Fields):
     agreement_probe: int = Field(default=0, ge=0, le=64)
 
 
-class CacheChoice(Fields):
-    """The `kv_transfer_params` request field: a cache of the client's own, to answer from."""
+class CacheChoice(ClientModel):
+    """The `kv_transfer_params` request field: the client's own cache to answer from."""
 
     cache_id: CacheId
 
 
-class ClientRequest(Fields):
-    """What all requests have. `for_workers` are the messages as workers get them: no marks, content as one text."""
+class ClientRequest(ClientModel):
+    """Base of all requests."""
 
     dropped: ClassVar[tuple[str, ...]] = ("cache_salt", "tenant_salt")
 
     @property
     def conversation(self) -> list[Message]:
-        """As the client wrote it, marks included."""
+        """The messages as the client sent them, cache marks included."""
         return []
 
     @property
     def for_workers(self) -> list[Message]:
+        """The messages as workers get them: without marks, content as one text."""
         return [plain(message) for message in self.conversation]
 
 
 class PrefixRequest(ClientRequest):
-    """`POST /v1/prefix/prefill`: a text or a conversation, to be read into a cache. Of a conversation all is read, or
-    what its first `stable_messages` are rendered to. Without a `target_model` the smallest that the key may use."""
+    """`POST /v1/prefix/prefill`: a text, or a conversation or its first `stable_messages`, to prefill into a cache. The
+    default `target_model` is the smallest that the key may use."""
 
     target_model: str | None = Field(default=None, min_length=1)
     prefix: str | None = Field(default=None, min_length=1)
@@ -106,8 +106,7 @@ class PrefixRequest(ClientRequest):
 
 
 class HandoffRequest(ClientRequest):
-    """`POST /v1/cache/transfer`: a cache that one model holds, mapped for another; its first `num_tokens` tokens, or
-    all."""
+    """`POST /v1/cache/transfer`: one model's cache, or its first `num_tokens` tokens, to map for another model."""
 
     cache_id: CacheId
     target_model: str = Field(min_length=1)
@@ -118,8 +117,8 @@ class HandoffRequest(ClientRequest):
     deadline_ms: float | None = Field(default=None, gt=0)
 
 
-class AskedFor(ClientRequest):
-    """What both kinds of question have; the open part is what is to be read, as messages or as `text`."""
+class AnswerRequest(ClientRequest):
+    """What chat and text completions have in common."""
 
     is_chat: ClassVar[bool]
 
@@ -133,7 +132,7 @@ class AskedFor(ClientRequest):
     kvrelay: KvrelayOptions = KvrelayOptions()
     kv_transfer_params: CacheChoice | None = None
 
-    # The values that mean "nothing asked for"; any other is refused, naming what is allowed.
+    # Supported at the default value only.
     n: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
@@ -148,13 +147,13 @@ class AskedFor(ClientRequest):
 
     @field_validator("n", "presence_penalty", "frequency_penalty", mode="before")
     @classmethod
-    def _of_its_type(cls, value: Any, info: Any) -> Any:
-        return _no_other_type(value, cls.model_fields[info.field_name].default)
+    def _is_of_type(cls, value: Any, info: Any) -> Any:
+        return _check_type(value, cls.model_fields[info.field_name].default)
 
     @model_validator(mode="after")
-    def _cache_leaves_no_choice(self) -> AskedFor:
+    def _cache_excludes_policy(self) -> AnswerRequest:
         if self.kv_transfer_params is not None and (self.kvrelay.no_cache or self.kvrelay.policy is not None):
-            raise ValueError("kv_transfer_params names a cache: neither kvrelay.no_cache nor kvrelay.policy go with it")
+            raise ValueError("kv_transfer_params cannot be combined with kvrelay.no_cache or kvrelay.policy")
         return self
 
     @property
@@ -163,7 +162,7 @@ class AskedFor(ClientRequest):
 
     @property
     def text(self) -> str | None:
-        """The prompt, where it is a text and no conversation."""
+        """The prompt of a text completion."""
         return None
 
     @property
@@ -172,7 +171,7 @@ class AskedFor(ClientRequest):
 
     @property
     def form(self) -> ResponseFormat | None:
-        """Of the answer; None for any text."""
+        """The answer's response format; None for plain text."""
         return None
 
     @property
@@ -181,11 +180,11 @@ class AskedFor(ClientRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told with each one; None for no log-probabilities at all."""
+        """Number of alternatives to return with each token; None for no log-probabilities."""
         raise NotImplementedError
 
 
-class ChatCompletionRequest(AskedFor):
+class ChatCompletionRequest(AnswerRequest):
     is_chat: ClassVar[bool] = True
 
     messages: Messages = Field(min_length=1)
@@ -226,8 +225,8 @@ class ChatCompletionRequest(AskedFor):
         return self.top_logprobs if self.logprobs else None
 
 
-class TextCompletionRequest(AskedFor):
-    """One prompt, as text: a list of one is taken for that one."""
+class TextCompletionRequest(AnswerRequest):
+    """One prompt as text; a list of one prompt is accepted."""
 
     is_chat: ClassVar[bool] = False
 
@@ -245,8 +244,8 @@ class TextCompletionRequest(AskedFor):
 
     @field_validator("best_of", "echo", mode="before")
     @classmethod
-    def _of_their_type(cls, value: Any, info: Any) -> Any:
-        return _no_other_type(value, cls.model_fields[info.field_name].default)
+    def _are_of_type(cls, value: Any, info: Any) -> Any:
+        return _check_type(value, cls.model_fields[info.field_name].default)
 
     @property
     def conversation(self) -> list[Message]:
@@ -265,15 +264,18 @@ class TextCompletionRequest(AskedFor):
         return self.logprobs
 
 
-def _no_other_type(value: Any, default: Any) -> Any:
-    """True is not 1, nor is 0 False, though Python takes one for the other."""
+def _check_type(value: Any, default: Any) -> Any:
+    """Tell booleans and numbers apart: in Python True equals 1."""
     if isinstance(value, bool) is not isinstance(default, bool):
         raise ValueError(f"Input should be {default}")
     return value
 
 
 def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
-    """Raises `InvalidRequest` naming the field, the value and what is allowed, or `RequestTooLarge`."""
+    """Parse and validate a body. The shape is checked between the two, so that no body makes validation slow.
+
+    Raises `InvalidRequest` naming the field, the value and what is allowed, or `RequestTooLarge`.
+    """
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -293,7 +295,7 @@ def parse(raw: bytes, kind: type[R], limits: Limits) -> R:
 
 
 def _check_shape(body: dict[str, Any]) -> None:
-    """Raises `RequestTooLarge` or `InvalidRequest` for more values, or more levels of them, than are allowed."""
+    """Bound the number of values, fields and levels. Raises `RequestTooLarge` or `InvalidRequest`."""
     containers: list[Any] = [body]
     num_values = 0
     for depth in range(MAX_DEPTH):
@@ -302,11 +304,8 @@ def _check_shape(body: dict[str, Any]) -> None:
             raise RequestTooLarge(f"the body holds more than {MAX_VALUES} values")
         if depth < FIELD_DEPTH and any(len(one) > MAX_FIELDS for one in containers if isinstance(one, dict)):
             raise RequestTooLarge(f"an object of the body has more than {MAX_FIELDS} fields")
-        containers = [inner for one in containers for inner in _inside(one) if isinstance(inner, (dict, list))]
+        contents = (one.values() if isinstance(one, dict) else one for one in containers)
+        containers = [value for values in contents for value in values if isinstance(value, (dict, list))]
         if not containers:
             return
     raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
-
-
-def _inside(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container

@@ -1,8 +1,8 @@
-"""Runs the gateway: binds, tells where it listens, and ends in good order.
+"""Run the gateway under uvicorn, with a graceful shutdown.
 
-SIGTERM: `/readyz` turns 503 at once, new requests are still taken for a short grace, then the sockets close and what is
-in flight is drained. SIGINT (Ctrl-C) is the same without the grace; a second one ends at once. SIGHUP: the
-configuration is read anew.
+SIGTERM: `/readyz` returns 503 at once, new requests are accepted for a short grace period, then the sockets close and
+requests in flight finish. SIGINT (Ctrl-C) is the same without the grace period; a second one stops at once. SIGHUP
+loads the configuration again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import structlog
 import uvicorn
@@ -28,21 +27,19 @@ from workers.api.addresses import family_of, http_url
 from workers.api.http.protocol import Protocol
 from workers.api.process import write_ready_file
 
-# How long an idle connection stays open: longer than clients and load balancers (60 s, most of them) keep theirs, else
-# a request that is on its way just then is broken off without a word.
-KEPT_S = 75
+# An idle connection stays open for longer than clients and load balancers keep theirs (mostly 60 s): closing it first
+# could lose a request that is on its way.
+KEEP_ALIVE_S = 75
 
-# Objects made until the collector looks at them. A request leaves no cycle behind: a look at every 700, Python's own
-# choice, took 6% of the gateway's CPU and found nothing.
-YOUNG = 10_000
-
-QUIET: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+# Allocations between two runs of the garbage collector. A request leaves no cycles behind: Python's default of 700 took
+# 6% of the gateway's CPU and freed nothing.
+GC_THRESHOLD = 10_000
 
 log = structlog.get_logger()
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a grace before it stops, and a file that tells where it listens."""
+    """uvicorn, with a grace period before it stops. Writes its URL to `ready_file` once it listens."""
 
     def __init__(self, app: FastAPI, ready_file: Path | None):
         super().__init__(
@@ -52,8 +49,10 @@ class Server(uvicorn.Server):
                 http=Protocol,
                 ws="none",
                 proxy_headers=False,
-                timeout_keep_alive=KEPT_S,
-                **QUIET,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                log_config=None,
+                access_log=False,
+                server_header=False,
             )
         )
         self._gateway: Gateway = app.state.gateway
@@ -63,8 +62,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # all that is there now stays: no collection needs to look at it again
-        gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+        gc.freeze()  # what exists now stays alive: no collection needs to traverse it again
+        gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
         if self._source is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._source.requested.set)
         url = http_url(*sockets[0].getsockname()[:2]) if sockets else ""
@@ -73,7 +72,7 @@ class Server(uvicorn.Server):
             write_ready_file(self._ready_file, url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Not handed on to uvicorn, which would end the process by the signal: a drained server exits with 0."""
+        """Replaces uvicorn's handler, which would end the process by the signal: a drained server exits with 0."""
         if self._exit_at is not None and sig == signal.SIGINT:
             self.force_exit = True
         self._gateway.is_draining = True
@@ -90,7 +89,7 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises `SettingsError` where the address cannot be had."""
+    """A bound socket; port 0 takes a free one. Raises `SettingsError` if the address is not available."""
     host, port = settings.server.host, settings.server.port
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,7 +17,7 @@ from gateway.request.explain import explain
 from gateway.request.route import choose
 from gateway.request.run import Run
 from gateway.request.turn import Turn
-from gateway.schemas import AskedFor, ChatCompletionRequest, TextCompletionRequest
+from gateway.schemas import AnswerRequest, ChatCompletionRequest, TextCompletionRequest
 from gateway.snapshot import Snapshot
 from gateway.upstream.deadline import Deadline
 from workers.api.errors import KvrelayError
@@ -29,7 +29,7 @@ from workers.api.http.stream import EventStream
 router = APIRouter(route_class=BodyRoute, tags=["completions"], dependencies=[API_KEY], responses=ERRORS)
 
 
-class Usage(BaseModel):
+class TokenUsage(BaseModel):
     """`prompt_tokens_details.cached_tokens` counts exact prefix hits only."""
 
     prompt_tokens: int
@@ -46,7 +46,7 @@ class CompletionReply(BaseModel):
     created: int
     model: str
     choices: list[dict[str, Any]]
-    usage: Usage
+    usage: TokenUsage
     kvrelay: dict[str, Any]
 
 
@@ -80,7 +80,7 @@ async def cascade_explain(body: ChatCompletionRequest, request: Request) -> Resp
     return json_reply(await until_disconnect(work, request.receive, lambda: _count_disconnect(request, turn)))
 
 
-async def _answer(body: AskedFor, request: Request) -> Response:
+async def _answer(body: AnswerRequest, request: Request) -> Response:
     snapshot: Snapshot = request.state.snapshot
     turn = await _turn(body, request)
     turn.route = await choose(snapshot.parts, turn)
@@ -109,7 +109,7 @@ async def _answer(body: AskedFor, request: Request) -> Response:
         raise
 
 
-async def _turn(body: AskedFor, request: Request) -> Turn:
+async def _turn(body: AnswerRequest, request: Request) -> Turn:
     state, snapshot = request.state, request.state.snapshot
     parts, tenant = snapshot.parts, state.tenant
     state.model_label = parts.fleet.label(body.model)

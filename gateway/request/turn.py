@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from gateway.policies import Decision, Policy, Verdict
 from gateway.request.lookup import Lookup, PrefixHit, num_stable
-from gateway.schemas import AskedFor
+from gateway.schemas import AnswerRequest
 from gateway.settings import Settings
 from gateway.state.tenants import Tenant
 from gateway.upstream.deadline import Deadline
@@ -218,7 +218,7 @@ class Turn:
 
     settings: Settings
     tenant: Tenant
-    request: AskedFor
+    request: AnswerRequest
     deadline: Deadline
     arrived_at: float
     waited_s: float = 0.0  # before the first attempt: for the client's body, and to explain

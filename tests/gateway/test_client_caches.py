@@ -143,9 +143,9 @@ async def test_an_unknown_model_is_named_by_its_field(stack: Stack, path: str, o
 
 
 @pytest.mark.parametrize("option", [{"no_cache": True}, {"policy": "fixed"}])
-async def test_a_named_cache_leaves_no_choice(stack: Stack, option: dict[str, Any]) -> None:
+async def test_a_named_cache_excludes_other_options(stack: Stack, option: dict[str, Any]) -> None:
     refused = await ask(stack, UNKNOWN, kvrelay=option)
-    assert refused.status_code == 400 and "kv_transfer_params names a cache" in refused.text
+    assert refused.status_code == 400 and "kv_transfer_params cannot be combined with" in refused.text
 
 
 async def test_another_model_than_the_caches_is_refused(stack: Stack) -> None:

@@ -212,7 +212,7 @@ def test_a_ready_file_that_cannot_be_written_is_named(
 ) -> None:
     ready = tmp_path / name
     assert main(["--config", str(configured(tmp_path)), "--port", "0", "--ready-file", str(ready)]) == 2
-    assert f"--ready-file: cannot write {ready}; it needs a folder" in capsys.readouterr().err
+    assert f"--ready-file: cannot write {ready}; its folder must exist" in capsys.readouterr().err
 
 
 IMPORT_WITHOUT = """
