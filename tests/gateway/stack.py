@@ -108,7 +108,7 @@ def text(reply: httpx.Response) -> str:
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
-def told(reply: httpx.Response) -> dict[str, Any]:
+def report(reply: httpx.Response) -> dict[str, Any]:
     """The reply's `kvrelay` field."""
     assert reply.status_code == 200, reply.text
     return dict(reply.json()["kvrelay"])

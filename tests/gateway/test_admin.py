@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.state.reload import ConfigSource
 from gateway.state.tenants import key_hash
-from tests.gateway.stack import Stack, fakes, in_process, told, values
+from tests.gateway.stack import Stack, fakes, in_process, report, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
 from tools.fake_worker import FAKE_SECRET
 from workers.api.errors import BundleUnusable, KvrelayError, WorkerUnavailable
@@ -104,11 +104,11 @@ async def test_a_drained_worker_gets_no_new_calls(stack: Stack) -> None:
     await ask(stack, "acme")
     assert (await admin(stack, "POST", "workers/small-0/drain"))["is_usable"] is False
     num_calls = len(stack.small.made("prefill") + stack.small.made("cached_chat"))
-    reply = told(await ask(stack, "acme"))
+    reply = report(await ask(stack, "acme"))
     assert (reply["tier"], reply["path"]) == ("large", "fallback:small_no_usable_worker")
     assert len(stack.small.made("prefill") + stack.small.made("cached_chat")) == num_calls
     await stack.app.state.gateway.reload(settings.from_values(values(tenants=TENANTS, limits={"max_messages": 9})))
-    assert told(await ask(stack, "acme"))["tier"] == "large", "a reload does not bring it back"
+    assert report(await ask(stack, "acme"))["tier"] == "large", "a reload does not bring it back"
 
 
 async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) -> None:
@@ -116,7 +116,7 @@ async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) 
     await admin(stack, "POST", "workers/small-0/drain")
     await ask(stack, "acme")
     await admin(stack, "POST", "workers/small-0/resume")
-    assert told(await ask(stack, "acme"))["path"] == "exact"
+    assert report(await ask(stack, "acme"))["path"] == "exact"
 
 
 async def test_a_drained_worker_that_comes_again_is_still_to_be_left_alone(stack: Stack) -> None:
@@ -156,9 +156,9 @@ async def test_a_bundle_that_was_switched_off_is_switched_on_again(stack: Stack)
         "fake-bundle": {"is_usable": False, "reason": "top-1 agreement is below the gate's"}
     }
     refused = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})
-    assert told(refused)["path"] == "fallback:no_bundle"
+    assert report(refused)["path"] == "fallback:no_bundle"
     assert (await admin(stack, "POST", BUNDLE))["bundles"] == {"fake-bundle": {"is_usable": True, "reason": None}}
-    assert told(await ask(stack, "acme", kvrelay={"policy": "always_escalate"}))["path"] in ("mapped", "exact")
+    assert report(await ask(stack, "acme", kvrelay={"policy": "always_escalate"}))["path"] in ("mapped", "exact")
 
 
 @pytest.mark.parametrize(

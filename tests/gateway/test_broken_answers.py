@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, Stack, in_process, report, right_answer, text
 from tools.fake_worker import FakeWorker
 from workers.api.errors import InvalidRequest, Overloaded
 from workers.api.http.stream import DONE, event
@@ -83,7 +83,7 @@ BROKEN: dict[str, Callable[[], tuple[Chunk, ...]]] = {
 async def test_a_chunk_that_is_none_is_a_workers_failure(broken: str, policy: str) -> None:
     async with small_answers(stream_of(BROKEN[broken]()), policy={"name": policy}) as stack:
         reply = await stack.chat()
-        assert (text(reply), told(reply)["path"]) == (
+        assert (text(reply), report(reply)["path"]) == (
             right_answer(stack.large, MESSAGES),
             "fallback:small_worker_unavailable",
         )

@@ -11,9 +11,9 @@ from tests.gateway.stack import (
     USER,
     Stack,
     in_process,
+    report,
     right_answer,
     text,
-    told,
     turn_after,
 )
 from tools.fake_worker import render
@@ -26,7 +26,7 @@ NUM_TOKENS = len(render([Message.model_validate(message) for message in MESSAGES
 async def test_a_confident_small_answer_stands(stack: Stack) -> None:
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
-    assert (told(reply)["tier"], told(reply)["forced"], told(reply)["confidence"]) == ("small", False, -0.125)
+    assert (report(reply)["tier"], report(reply)["forced"], report(reply)["confidence"]) == ("small", False, -0.125)
     assert stack.large.made("chat") == stack.large.made("cached_chat") == stack.large.made("transfer") == []
 
 
@@ -34,7 +34,7 @@ async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.large, MESSAGES)
-    kvrelay = told(reply)
+    kvrelay = report(reply)
     assert (kvrelay["tier"], kvrelay["path"], kvrelay["forced"]) == ("large", "mapped", False)
     assert kvrelay["confidence"] == pytest.approx(-2.0)
     assert kvrelay["mapper"] == "fake-bundle"
@@ -53,10 +53,10 @@ async def test_the_target_decides_by_cost_what_becomes_of_a_handoff(
 ) -> None:
     stack.small.logprob, stack.large.by_cost, stack.large.reports_early = -2.0, makes_of_it, reports_early
     reply = await stack.chat()
-    assert (told(reply)["tier"], told(reply)["path"], told(reply)["forced"]) == ("large", path, False)
+    assert (report(reply)["tier"], report(reply)["path"], report(reply)["forced"]) == ("large", path, False)
     assert text(reply) == right_answer(stack.large, MESSAGES)
     mapped = {"mapped": NUM_TOKENS - 64 - 4, "hybrid": 300 - 4, "prefill": 0}
-    assert told(reply)["mapped_tokens"] == mapped[path]
+    assert report(reply)["mapped_tokens"] == mapped[path]
     assert (stack.metric("circuit_state", target="large-0/transfer"), fallbacks(stack)) == (0, 0)
 
 
@@ -67,17 +67,17 @@ async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDecl
     stack.small.logprob, stack.large.by_cost = -2.0, error
     for number in range(6):
         reply = await stack.chat([{"role": "user", "content": f"{number} {LONG}"}])
-        assert told(reply)["tier"] == "large"
+        assert report(reply)["tier"] == "large"
         paths = ("fallback:no_time",) if isinstance(error, NoTime) else ("prefill", "exact")
-        assert told(reply)["path"] in paths
+        assert report(reply)["path"] in paths
     assert len(stack.large.made("transfer")) == 6
     stack.large.by_cost = None
-    assert told(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
+    assert report(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
 
 
 async def test_a_forced_handoff_is_made_whatever_it_costs(stack: Stack) -> None:
     stack.large.by_cost = PrefillCheaper("read them")
-    assert told(await stack.escalate())["path"] == "mapped"
+    assert report(await stack.escalate())["path"] == "mapped"
     assert stack.large.made("transfer")[0]["by_cost"] is False
 
 
@@ -90,22 +90,22 @@ def fallbacks(stack: Stack) -> float:
 async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:
     reply = await stack.escalate()
     (transfer,) = stack.large.made("transfer")
-    assert transfer["num_tokens"] == told(reply)["handoff_tokens"] == NUM_TOKENS - 64
+    assert transfer["num_tokens"] == report(reply)["handoff_tokens"] == NUM_TOKENS - 64
     assert transfer["native_head"] == 4
     assert transfer["source_worker"] == "small-0"
-    assert told(reply)["mapped_tokens"] == NUM_TOKENS - 64 - 4
+    assert report(reply)["mapped_tokens"] == NUM_TOKENS - 64 - 4
 
 
 async def test_a_forced_escalation_lets_the_small_model_read_and_not_write(stack: Stack) -> None:
     reply = await stack.escalate()
-    assert told(reply)["forced"] is True
+    assert report(reply)["forced"] is True
     assert len(stack.small.made("prefill")) == 1
     assert "stable_messages" not in stack.small.made("prefill")[0]
     assert stack.small.made("chat") == stack.small.made("cached_chat") == []
 
 
 async def test_times_are_told(stack: Stack) -> None:
-    kvrelay = told(await stack.escalate())
+    kvrelay = report(await stack.escalate())
     assert 0 < kvrelay["handoff_ttft_ms"] <= kvrelay["ttft_ms"]
     assert kvrelay["map_ms"] == 2.0
     assert kvrelay["copy_ms"] == 1.0
@@ -116,27 +116,27 @@ async def test_times_are_told(stack: Stack) -> None:
 async def test_a_short_prompt_is_not_worth_a_handoff(stack: Stack) -> None:
     short = [{"role": "user", "content": "Why?"}]
     reply = await stack.escalate(short)
-    assert (told(reply)["path"], text(reply)) == ("prefill", right_answer(stack.large, short))
+    assert (report(reply)["path"], text(reply)) == ("prefill", right_answer(stack.large, short))
     assert stack.large.made("transfer") == []
 
 
 @pytest.mark.parametrize(("model", "tier"), [("small", "small"), ("large", "large"), ("fake-large", "large")])
 async def test_a_model_by_name_answers_itself(stack: Stack, model: str, tier: str) -> None:
     reply = await stack.chat(model=model)
-    assert (told(reply)["tier"], told(reply)["forced"], told(reply)["path"]) == (tier, True, "prefill")
+    assert (report(reply)["tier"], report(reply)["forced"], report(reply)["path"]) == (tier, True, "prefill")
     assert len((stack.small if tier == "small" else stack.large).made("chat")) == 1
 
 
 async def test_the_fixed_policy_takes_its_tier() -> None:
     async with in_process(policy={"name": "fixed", "tier": "large"}) as stack:
-        assert told(await stack.chat())["tier"] == "large"
-        assert told(await stack.chat(kvrelay={"max_tier": "small"}))["tier"] == "small"
+        assert report(await stack.chat())["tier"] == "large"
+        assert report(await stack.chat(kvrelay={"max_tier": "small"}))["tier"] == "small"
 
 
 async def test_max_tier_keeps_the_answer_small(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await stack.chat(kvrelay={"max_tier": "small"})
-    assert (told(reply)["tier"], told(reply)["path"]) == ("small", "prefill")
+    assert (report(reply)["tier"], report(reply)["path"]) == ("small", "prefill")
 
 
 @pytest.mark.parametrize("transfers", [True, False])
@@ -151,10 +151,10 @@ async def test_an_escalation_goes_before_all_other_work(stack: Stack, transfers:
 
 async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
     mapped = await stack.escalate()
-    assert told(mapped)["path"] == "mapped"
+    assert report(mapped)["path"] == "mapped"
     reply = await stack.escalate(turn_after(MESSAGES, mapped, "And then?"), exact=True)
-    assert told(reply)["path"] == "prefill"
-    assert told(reply)["mapped_tokens"] == 0
+    assert report(reply)["path"] == "prefill"
+    assert report(reply)["mapped_tokens"] == 0
     assert stack.large.made("chat")[-1]["kv_transfer_params"]["require_exact"] is True
 
 
@@ -162,13 +162,13 @@ async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
     await stack.escalate()
     await stack.chat(model="large", kvrelay={"exact": True})
     before = len(stack.large.caches), len(stack.small.caches)
-    assert told(await stack.chat(model="large", kvrelay={"no_cache": True}))["cached_tokens"] == 0
+    assert report(await stack.chat(model="large", kvrelay={"no_cache": True}))["cached_tokens"] == 0
     reply = await stack.escalate(no_cache=True)
-    assert told(reply)["path"] == "prefill"
+    assert report(reply)["path"] == "prefill"
     assert text(reply) == right_answer(stack.large, MESSAGES)
     stack.small.logprob = -2.0
     cascaded = await stack.chat(kvrelay={"no_cache": True})
-    assert (told(cascaded)["tier"], told(cascaded)["path"]) == ("large", "prefill")
+    assert (report(cascaded)["tier"], report(cascaded)["path"]) == ("large", "prefill")
     assert (len(stack.large.caches), len(stack.small.caches)) == before
     assert len(stack.large.made("transfer")) == 1
 
@@ -178,7 +178,7 @@ async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: fl
     async with in_process(shadow={"share": share}) as stack:
         first = await stack.escalate()
         second = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
-        assert told(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
+        assert report(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
         asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.made("cached_chat")]
         assert asked == [share == 1.0, False]
 
@@ -186,14 +186,14 @@ async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: fl
 async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
     reply = await stack.escalate(agreement_probe=16)
     assert stack.large.made("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16
-    assert (told(reply)["top1_agreement"], told(reply)["full_prefill_ms"]) == (0.875, 50.0)
+    assert (report(reply)["top1_agreement"], report(reply)["full_prefill_ms"]) == (0.875, 50.0)
 
 
 async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack) -> None:
     first = await stack.escalate()
     second = turn_after(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
-    assert told(reply)["path"] == "mapped"
+    assert report(reply)["path"] == "mapped"
     assert text(reply) == right_answer(stack.large, second)
     assert len(stack.large.made("transfer")) == 1, "its own cache was there"
     assert len(stack.small.made("prefill")) == 1, "the small model is not asked for what the large one holds"
@@ -202,14 +202,14 @@ async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack
 async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
     first = await stack.chat(model="large")
     reply = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
-    assert told(reply)["path"] == "exact"
+    assert report(reply)["path"] == "exact"
     assert stack.large.made("transfer") == []
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 600
 
 
 async def test_mapped_tokens_are_no_cached_tokens(stack: Stack) -> None:
     reply = await stack.escalate()
-    assert told(reply)["mapped_tokens"] > 500
+    assert report(reply)["mapped_tokens"] > 500
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
@@ -220,14 +220,14 @@ async def test_a_long_question_after_a_short_prefix_is_handed_over_all_the_same(
     brief = {"role": "system", "content": "Answer from the document."}
     await stack.chat([brief, {"role": "user", "content": "Hello?"}], model="large")
     reply = await stack.escalate([brief, {"role": "user", "content": f"{SYSTEM['content']} What is word7?"}])
-    assert told(reply)["path"] == "mapped"
-    assert told(reply)["handoff_tokens"] > 500
+    assert report(reply)["path"] == "mapped"
+    assert report(reply)["handoff_tokens"] > 500
 
 
 async def test_a_shared_stable_part_is_found_by_another_conversation(stack: Stack) -> None:
     await stack.chat(model="large")
     reply = await stack.chat([SYSTEM, {"role": "user", "content": "Something else?"}], model="large")
-    assert told(reply)["path"] == "exact"
+    assert report(reply)["path"] == "exact"
     assert len(stack.large.made("cached_chat")) == 1
 
 
@@ -261,15 +261,15 @@ async def test_tools_are_rendered_alike_by_all_who_read_them(stack: Stack) -> No
     parameters = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters, "strict": None}}]
     reply = await stack.chat(tools=tools, kvrelay={"policy": "always_escalate"})
-    assert told(reply)["path"] == "mapped"
+    assert report(reply)["path"] == "mapped"
     read, carried_on = stack.small.made("prefill")[0], stack.large.made("cached_chat")[0]
     assert read["tools"] == carried_on["tools"] == tools
 
 
 async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
     first, second = await stack.chat(), await stack.chat()
-    assert (told(first)["path"], told(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"
-    assert (told(first)["cached_tokens"], told(second)["cached_tokens"]) == (0, NUM_TOKENS)
+    assert (report(first)["path"], report(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"
+    assert (report(first)["cached_tokens"], report(second)["cached_tokens"]) == (0, NUM_TOKENS)
     assert len(stack.small.made("prefill")) == 1, "the same prompt is not read again"
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 1
 
@@ -278,5 +278,5 @@ async def test_an_answer_of_one_tier_alone_in_a_single_tier_set_up() -> None:
     tiers = [{"name": "small", "model": "fake-small"}]
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
     async with in_process(tiers=tiers, workers=workers) as stack:
-        assert told(await stack.chat())["tier"] == "small"
-        assert told(await stack.escalate())["tier"] == "small"
+        assert report(await stack.chat())["tier"] == "small"
+        assert report(await stack.escalate())["tier"] == "small"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, SYSTEM, Stack, in_process, report, right_answer, text
 from tests.gateway.test_tenants import KEYS, TENANTS, key
 from workers.api.errors import BundleUnusable, CacheNotFound, TransferFailed
 from workers.api.logs import add_request_id
@@ -47,12 +47,12 @@ async def test_a_prefix_is_read_handed_over_and_answered_from(stack: Stack) -> N
     assert (read["model"], read["cached_tokens"]) == ("fake-small", 0)
     assert read["num_tokens"] == len(stack.small.caches[read["cache_id"]].tokens)
     from_small = await ask(stack, read["cache_id"])
-    assert (text(from_small), told(from_small)["path"]) == (right_answer(stack.small, MESSAGES), "exact")
+    assert (text(from_small), report(from_small)["path"]) == (right_answer(stack.small, MESSAGES), "exact")
     handed = (await mapped(stack, read["cache_id"])).json()
     assert (handed["model"], handed["mapper"]) == ("fake-large", "fake-bundle")
     from_large = await ask(stack, handed["cache_id"])
-    assert (text(from_large), told(from_large)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
-    assert told(from_large)["mapped_tokens"] > 500 and told(from_large)["mapper"] == "fake-bundle"
+    assert (text(from_large), report(from_large)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+    assert report(from_large)["mapped_tokens"] > 500 and report(from_large)["mapper"] == "fake-bundle"
     assert "worker" not in read | handed, "where a cache stands is nobody's business"
 
 
@@ -61,7 +61,7 @@ async def test_a_text_is_read_too(stack: Stack) -> None:
     params = {"cache_id": read["cache_id"]}
     prompt = "once upon a time there"
     reply = await post(stack, "completions", model="large", prompt=prompt, kv_transfer_params=params)
-    assert (told(reply)["path"], told(reply)["cached_tokens"]) == ("exact", 4)
+    assert (report(reply)["path"], report(reply)["cached_tokens"]) == ("exact", 4)
 
 
 @pytest.mark.parametrize("foreign", [True, False], ids=["anothers", "unknown"])
@@ -72,7 +72,7 @@ async def test_an_id_of_another_tenant_is_as_unknown_as_one_that_never_was(stack
     error = {"message": message, "type": "invalid_request_error", "param": "cache_id", "code": "cache_not_found"}
     assert (refused.status_code, refused.json()) == (404, {"error": error})
     reply = await ask(stack, cache_id)
-    assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "fallback:cache_not_found")
+    assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, MESSAGES), "fallback:cache_not_found")
     assert not stack.large.made("transfer") and not stack.large.made("cached_chat") + stack.small.made("cached_chat")
 
 
@@ -81,7 +81,7 @@ async def test_a_cache_that_its_worker_lost_is_a_full_prefill(stack: Stack) -> N
     stack.small.caches.clear()
     reply = await ask(stack, read["cache_id"])
     assert text(reply) == right_answer(stack.small, MESSAGES)
-    assert told(reply)["path"] == "fallback:small_cache_not_found"
+    assert report(reply)["path"] == "fallback:small_cache_not_found"
     stack.small.restart()
     await stack.look()
     assert (await mapped(stack, read["cache_id"])).status_code == 404
@@ -90,8 +90,8 @@ async def test_a_cache_that_its_worker_lost_is_a_full_prefill(stack: Stack) -> N
 async def test_an_exact_answer_takes_no_mapped_cache(stack: Stack) -> None:
     handed = (await mapped(stack, (await made(stack))["cache_id"])).json()
     reply = await ask(stack, handed["cache_id"], kvrelay={"exact": True})
-    assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "fallback:cache_mismatch")
-    assert told(await ask(stack, handed["cache_id"]))["path"] == "mapped", "it is there as before"
+    assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, MESSAGES), "fallback:cache_mismatch")
+    assert report(await ask(stack, handed["cache_id"]))["path"] == "mapped", "it is there as before"
 
 
 async def test_what_cannot_be_handed_over(stack: Stack) -> None:

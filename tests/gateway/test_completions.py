@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.stack import LONG, Stack, live_stack, told
+from tests.gateway.stack import LONG, Stack, live_stack, report
 from tools.fake_worker import FakeWorker
 from workers.api.errors import TransferFailed
 from workers.api.schemas import Message
@@ -43,21 +43,21 @@ async def test_a_text_is_continued_and_looks_as_openai_writes_it(stack: Stack) -
 async def test_it_is_handed_over(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await complete(stack)
-    assert (text(reply), told(reply)["path"]) == (right(stack.large), "mapped")
+    assert (text(reply), report(reply)["path"]) == (right(stack.large), "mapped")
     assert len(stack.large.made("cached_complete")) == 1
 
 
 async def test_it_falls_back(stack: Stack) -> None:
     stack.large.fail("transfer", TransferFailed("gone"))
     reply = await complete(stack, kvrelay={"policy": "always_escalate"})
-    assert (text(reply), told(reply)["path"]) == (right(stack.large), "fallback:transfer_failed")
+    assert (text(reply), report(reply)["path"]) == (right(stack.large), "fallback:transfer_failed")
 
 
 async def test_the_same_text_is_found_and_a_chat_of_the_same_words_is_another_prompt(stack: Stack) -> None:
     await complete(stack)
-    assert told(await complete(stack))["path"] == "exact"
+    assert report(await complete(stack))["path"] == "exact"
     chat = await stack.chat([{"role": "user", "content": PROMPT}])
-    assert told(chat)["path"] == "prefill"
+    assert report(chat)["path"] == "prefill"
 
 
 async def test_logprobs_of_the_old_kind(stack: Stack) -> None:

@@ -19,7 +19,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, report, right_answer, text, values
 from tools.fake_worker import FAKE_SECRET, FakeWorker
 from workers.api.config import with_password
 from workers.api.heartbeat import KEY, MAX_AGE_S, Board, Heartbeat, LiveWorkers
@@ -120,7 +120,7 @@ def is_there(stack: Stack) -> bool:
 async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         async with found(redis) as (stack, board):
-            assert told(await stack.escalate())["path"] == "fallback:large_no_usable_worker", "the small one stands in"
+            assert report(await stack.escalate())["path"] == "fallback:large_no_usable_worker", "small replaces it"
             forger = Board(redis.url, "another secret")
             await forger.put(beat(worker="large-9"))
             await forger.aclose()
@@ -128,7 +128,7 @@ async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], st
             async with beating(board, stack.large):
                 await eventually(lambda: is_there(stack), within_s=20)
                 reply = await stack.escalate()
-                assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+                assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
                 assert sorted(stack.app.state.gateway.settings.workers) == ["large-0", "small-0"]
                 stack.large.restart()
                 restarts = partial(stack.metric, "worker_restarts_total", target="large-0")
@@ -160,7 +160,7 @@ async def test_a_redis_that_is_gone_takes_no_worker_with_it(require_tool: Callab
             failed = partial(stack.metric, "registry_ops_total", op="heartbeats", result="error")
             await eventually(lambda: failed() >= 3, within_s=20)
             await asyncio.sleep(LOST_AFTER_S + 0.5)
-            assert told(await stack.escalate())["tier"] == "large"
+            assert report(await stack.escalate())["tier"] == "large"
 
 
 def test_without_discovery_a_tier_needs_a_worker() -> None:

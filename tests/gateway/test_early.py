@@ -11,7 +11,7 @@ import pytest
 
 from gateway.policies import Token, build
 from gateway.policies.base import Foresight
-from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text, told
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, report, right_answer, text
 from tests.gateway.test_streaming import chunks, joined, streamed
 from workers.api.errors import TransferFailed
 
@@ -69,7 +69,7 @@ async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) 
             await asyncio.sleep(1.0)
             assert not stack.large.made("transfer"), "nobody has given the small model up yet"
         stack.small.heal()  # it writes on
-        kvrelay = told(reply := await asking)
+        kvrelay = report(reply := await asking)
         assert text(reply) == right_answer(stack.large, MESSAGES)
         assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
         assert len(stack.large.made("transfer")) == 1
@@ -81,7 +81,7 @@ async def test_a_certain_escalation_waits_for_no_further_token() -> None:
     async with live_stack(policy=POLICY) as stack:
         stack.small.logprob = -9.0
         stack.small.stall("cached_chat", after=1)
-        kvrelay = told(await stack.chat())
+        kvrelay = report(await stack.chat())
         assert (kvrelay["path"], kvrelay["reason"], kvrelay["confidence"]) == ("mapped", "unsure", -9.0)
 
 
@@ -94,7 +94,7 @@ async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
         reply = await stack.chat()
         assert time.monotonic() - started < 20
         assert text(reply) == right_answer(stack.small, MESSAGES)
-        assert told(reply)["transfer_ms"] is None and told(reply)["early_handoff"] is False
+        assert report(reply)["transfer_ms"] is None and report(reply)["early_handoff"] is False
         await eventually(lambda: stack.metric("early_handoffs_total", result="dropped") == 1)
         assert len(stack.large.made("transfer")) == 1
         assert not stack.large.made("drop"), "another request may be answering from the same cache"
@@ -107,7 +107,7 @@ async def test_an_early_handoff_that_fails_falls_back() -> None:
         stack.small.logprob, stack.small.token_s = -0.7, 0.1
         stack.large.fail("transfer", TransferFailed("gone"))
         reply = await stack.chat()
-        assert (told(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
+        assert (report(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
 
 
 async def shown_after(stack: Stack) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, told, turn_after
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, report, turn_after
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import Rates
 
@@ -47,8 +47,8 @@ async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> No
     async with live_stack() as stack:
         stack.small.delay("tokenize", 0.5)
         reply = await stack.chat(kvrelay={"explain": True})
-        assert told(reply)["explained"]["num_tokens"]
-        assert float(reply.headers["x-kvrelay-overhead-ms"]) < told(reply)["ttft_ms"] - 500
+        assert report(reply)["explained"]["num_tokens"]
+        assert float(reply.headers["x-kvrelay-overhead-ms"]) < report(reply)["ttft_ms"] - 500
         assert stack.metric("prefix_lookups_total", tier="small") == 1, "explained and answered by one look"
         asking = asyncio.create_task(
             stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
@@ -119,5 +119,5 @@ async def test_bad_requests_are_told_as_in_chat(stack: Stack) -> None:
 
 
 async def test_an_answer_explains_itself_when_asked(stack: Stack) -> None:
-    assert "explained" not in told(await stack.chat())
-    assert told(await stack.chat(kvrelay={"explain": True}))["explained"]["route"] == "cascade"
+    assert "explained" not in report(await stack.chat())
+    assert report(await stack.chat(kvrelay={"explain": True}))["explained"]["route"] == "cascade"

@@ -13,9 +13,9 @@ from tests.gateway.stack import (
     Stack,
     fakes,
     in_process,
+    report,
     right_answer,
     text,
-    told,
     turn_after,
     values,
 )
@@ -72,37 +72,37 @@ async def test_every_fault_in_every_phase_ends_in_the_right_answer(phase: str, f
         reply = await stack.chat()
         assert time.monotonic() - started < DEADLINES["request_s"]
         assert text(reply) == right_answer(stack.large, MESSAGES)
-        path = told(reply)["path"]
+        path = report(reply)["path"]
         assert path.startswith(f"fallback:{prefix}"), path
         assert reply.headers["x-kvrelay-path"] == path
-        assert told(reply)["tier"] == "large"
+        assert report(reply)["tier"] == "large"
         assert stack.metric("full_prefill_fallback_total", reason=path.removeprefix("fallback:")) == 1
         assert stack.large.made("chat"), "the answer was read natively"
-        assert told(reply)["mapper"] is told(reply)["handoff_tokens"] is told(reply)["transfer_ms"] is None
+        assert report(reply)["mapper"] is report(reply)["handoff_tokens"] is report(reply)["transfer_ms"] is None
 
 
 async def test_a_forced_escalation_falls_back_too(stack: Stack) -> None:
     stack.large.fail("transfer", TransferFailed("the source is gone"))
     reply = await stack.escalate()
-    assert (told(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
+    assert (report(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
     assert stack.metric("handoffs_total", result="transfer_failed") == 1
 
 
 async def test_no_bundle_is_told_by_its_name(stack: Stack) -> None:
     stack.large.fail("transfer", BundleUnusable("no mapper for this pair"))
-    assert told(await stack.escalate())["path"] == "fallback:no_bundle"
+    assert report(await stack.escalate())["path"] == "fallback:no_bundle"
 
 
 async def test_what_the_transfer_calls_a_mistake_is_no_mistake_of_the_client(stack: Stack) -> None:
     stack.large.fail("transfer", InvalidRequest("num_tokens is more than the source has"))
     reply = await stack.escalate()
-    assert (told(reply)["path"], text(reply)) == ("fallback:invalid_request", right_answer(stack.large, MESSAGES))
+    assert (report(reply)["path"], text(reply)) == ("fallback:invalid_request", right_answer(stack.large, MESSAGES))
 
 
 async def test_a_prompt_too_long_for_the_small_model_goes_to_the_large_one(stack: Stack) -> None:
     stack.small.max_model_len = 100
     reply = await stack.chat()
-    assert told(reply)["path"] == "fallback:small_context_length_exceeded"
+    assert report(reply)["path"] == "fallback:small_context_length_exceeded"
     assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
@@ -125,7 +125,7 @@ async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
         stack.large.rates = Rates(prefill_tokens_per_s=100.0, map_tokens_per_s=10_000.0)  # 6 s for this prompt
         await stack.look()
         reply = await stack.escalate()
-        assert (told(reply)["path"], text(reply)) == ("fallback:no_time", right_answer(stack.large, MESSAGES))
+        assert (report(reply)["path"], text(reply)) == ("fallback:no_time", right_answer(stack.large, MESSAGES))
         assert stack.large.made("transfer") == []
 
 
@@ -136,7 +136,7 @@ async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
         stack.large.delay("transfer", 5.0)
         started = time.monotonic()
         reply = await stack.escalate()
-        assert told(reply)["path"] == "fallback:deadline_exceeded"
+        assert report(reply)["path"] == "fallback:deadline_exceeded"
         assert stack.large.made("transfer")[0]["deadline_ms"] <= 120.0
         assert time.monotonic() - started < 2.0
 
@@ -146,9 +146,9 @@ async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_mode
     async with in_process(deadlines={"request_s": 60.0}) as stack:
         stack.small.rates = Rates(prefill_tokens_per_s=50.0)
         await stack.look()
-        report = told(await stack.escalate())
-        assert report["path"] == "mapped"
-        handed_over = report["handoff_tokens"]
+        kvrelay = report(await stack.escalate())
+        assert kvrelay["path"] == "mapped"
+        handed_over = kvrelay["handoff_tokens"]
         assert stack.large.made("transfer")[0]["deadline_ms"] == pytest.approx(1000 * handed_over / 50, rel=0.05)
 
 
@@ -159,7 +159,7 @@ async def test_the_source_frozen_between_prefill_and_transfer(stack: Stack) -> N
     await stack.chat()  # the small model has read the prompt, and the registry knows
     stack.small.is_frozen = True
     reply = await stack.escalate()
-    assert (told(reply)["path"], text(reply)) == ("fallback:deadline_exceeded", right_answer(stack.large, MESSAGES))
+    assert (report(reply)["path"], text(reply)) == ("fallback:deadline_exceeded", right_answer(stack.large, MESSAGES))
 
 
 async def test_a_frozen_small_worker_leaves_time_for_the_large_one() -> None:
@@ -168,7 +168,7 @@ async def test_a_frozen_small_worker_leaves_time_for_the_large_one() -> None:
         started = time.monotonic()
         reply = await stack.chat()
         assert time.monotonic() - started < DEADLINES["request_s"]
-        assert told(reply)["path"] == "fallback:small_deadline_exceeded"
+        assert report(reply)["path"] == "fallback:small_deadline_exceeded"
         assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
@@ -176,7 +176,7 @@ async def test_a_small_worker_known_to_be_down_is_not_waited_for(stack: Stack) -
     stack.small.fail("info", WorkerUnavailable("gone"))
     await stack.look()
     await stack.look()
-    assert told(await stack.chat())["path"] == "fallback:small_no_usable_worker"
+    assert report(await stack.chat())["path"] == "fallback:small_no_usable_worker"
     assert stack.small.made("prefill") == []
 
 
@@ -186,7 +186,7 @@ async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None
     await stack.look()
     await stack.look()
     reply = await stack.chat()
-    assert (told(reply)["path"], told(reply)["tier"]) == ("fallback:large_no_usable_worker", "small")
+    assert (report(reply)["path"], report(reply)["tier"]) == ("fallback:large_no_usable_worker", "small")
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
@@ -198,7 +198,7 @@ async def test_without_a_large_model_the_small_one_may_take_its_time(stack: Stac
     await stack.look()
     stack.small.delay("prefill", 1.5 * DEADLINES["request_s"] * DEADLINES["small_share"])
     reply = await stack.chat(kvrelay={"policy": policy} if policy else {})
-    assert told(reply)["tier"] == "small"
+    assert report(reply)["tier"] == "small"
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
@@ -207,7 +207,7 @@ async def test_a_large_model_that_fails_altogether_leaves_it_to_the_small_one(st
     for call in ("transfer", "chat", "cached_chat"):
         stack.large.fail(call, WorkerUnavailable("gone"))
     reply = await stack.chat()
-    assert (told(reply)["path"], told(reply)["tier"]) == ("fallback:large_worker_unavailable", "small")
+    assert (report(reply)["path"], report(reply)["tier"]) == ("fallback:large_worker_unavailable", "small")
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
@@ -266,7 +266,7 @@ async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:
     stack.small.restart()
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
-    assert told(reply)["tier"] == "small"
+    assert report(reply)["tier"] == "small"
     assert stack.metric("prefix_lookup_stale_total", tier="small") == 1
     assert len(stack.small.made("prefill")) == 2, "read anew"
 
@@ -287,7 +287,7 @@ async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stac
     stack.large.restart()
     second = turn_after(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
-    assert (told(reply)["path"], text(reply)) == ("mapped", right_answer(stack.large, second))
+    assert (report(reply)["path"], text(reply)) == ("mapped", right_answer(stack.large, second))
     assert len(stack.large.made("transfer")) == 2
     assert stack.metric("prefix_lookup_stale_total", tier="large") == 1
 
@@ -296,7 +296,7 @@ async def test_an_exact_cache_that_is_gone_falls_back(stack: Stack) -> None:
     await stack.chat(model="large")
     stack.large.restart()
     reply = await stack.chat(model="large")
-    assert (told(reply)["path"], text(reply)) == (
+    assert (report(reply)["path"], text(reply)) == (
         "fallback:large_cache_not_found",
         right_answer(stack.large, MESSAGES),
     )

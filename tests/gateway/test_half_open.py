@@ -16,7 +16,7 @@ from gateway.errors import CircuitOpen
 from gateway.upstream.breaker import Breaker, State
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.worker import Worker
-from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, told, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, report, values
 from tools.fake_worker import FakeWorker
 from workers.api.errors import WorkerUnavailable
 
@@ -84,7 +84,7 @@ async def test_a_trial_that_fails_ends_the_waiting(caller: str) -> None:
         replies = await asyncio.gather(*(ask(stack) for _ in range(4)))
         assert sorted(reply.status_code for reply in replies) == [502, 503, 503, 503]
         assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 503} == {"1"}
-        assert len(getattr(stack, name).made(call)) == 1, "the trial; nobody beside it, and no second one is waited for"
+        assert len(getattr(stack, name).made(call)) == 1, "one trial: no call beside it, and no wait for a second"
 
 
 @pytest.mark.parametrize("caller", CALLERS)
@@ -141,7 +141,7 @@ async def test_where_another_model_can_answer_nobody_waits() -> None:
         for _ in range(NUM_TO_OPEN):
             await stack.chat()
         reply = await stack.chat()
-        assert (told(reply)["path"], told(reply)["tier"]) == ("fallback:small_no_usable_worker", "large")
+        assert (report(reply)["path"], report(reply)["tier"]) == ("fallback:small_no_usable_worker", "large")
         assert stack.metric("circuit_transitions_total", target="small-0", to="half_open") == 0
 
 
@@ -153,7 +153,7 @@ async def test_the_small_model_is_waited_for_where_it_is_the_only_one() -> None:
             assert (await stack.chat()).status_code == 503
         stack.small.delay("prefill", TRIAL_S)
         replies = await asyncio.gather(*(stack.chat() for _ in range(4)))
-        assert [told(reply)["tier"] for reply in replies] == ["small"] * 4
+        assert [report(reply)["tier"] for reply in replies] == ["small"] * 4
 
 
 async def test_an_exact_cache_is_waited_for_too() -> None:
@@ -165,7 +165,7 @@ async def test_an_exact_cache_is_waited_for_too() -> None:
         assert (await stack.chat(model="large")).status_code == 502
         stack.large.heal()
         replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(4)))
-        assert [told(reply)["path"] for reply in replies] == ["exact"] * 4
+        assert [report(reply)["path"] for reply in replies] == ["exact"] * 4
 
 
 async def test_who_is_let_through_late_has_time_left_for_the_call() -> None:
@@ -292,11 +292,11 @@ async def test_who_comes_back_while_others_wait_is_asked(waits_for: str) -> None
 async def test_a_handoff_goes_to_whoever_takes_any() -> None:
     async with two_large(breaker=BREAKER | {"open_s": 60.0}) as (stack, other):
         trip(worker_of(stack, "large-0").transfers)
-        assert told(await stack.escalate())["path"] == "mapped"
+        assert report(await stack.escalate())["path"] == "mapped"
         assert other.made("transfer")
         trip(worker_of(stack, "large-1").transfers)
         another = [{"role": "system", "content": f"Another document. {LONG}"}, MESSAGES[-1]]
-        assert told(await stack.escalate(another))["path"] == "fallback:circuit_open"
+        assert report(await stack.escalate(another))["path"] == "fallback:circuit_open"
 
 
 @pytest.mark.parametrize(("method", "waits_for"), [("open_answer", "answer"), ("transfer", "transfer")])
@@ -335,14 +335,14 @@ async def test_a_question_about_an_answer_waits_too() -> None:
         await eventually(lambda: len(stack.small.made("cached_chat")) == 1)
         trip(worker_of(stack, "small-0").breaker)
         stack.small.heal()
-        found = told(await asking)
+        found = report(await asking)
         assert (found["tier"], found["path"], found["reason"]) == ("small", "prefill", "verified")
         assert len(stack.small.made("cached_chat")) == 2
 
 
 async def from_named_cache(stack: Stack, cache_id: str) -> dict[str, Any]:
     body = {"model": "large", "messages": MESSAGES, "kv_transfer_params": {"cache_id": cache_id}}
-    return told(await stack.http.post("/v1/chat/completions", json=body))
+    return report(await stack.http.post("/v1/chat/completions", json=body))
 
 
 async def test_a_cache_that_was_named_is_waited_for() -> None:

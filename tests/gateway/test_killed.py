@@ -17,7 +17,7 @@ import pytest
 
 from gateway.app import create_app
 from gateway.settings import from_values
-from tests.gateway.stack import MESSAGES, Stack, fakes, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, Stack, fakes, report, right_answer, text, values
 from tests.serving import free_socket, serving, url_of
 from tools.fake_worker import FAKE_SECRET
 
@@ -93,10 +93,10 @@ async def test_killed_in_the_middle_of_its_prefill(stack: Stack, port: int) -> N
         await asyncio.sleep(0.3)
         process.kill()
         reply = await request
-        assert told(reply)["path"] == "fallback:small_worker_unavailable"
+        assert report(reply)["path"] == "fallback:small_worker_unavailable"
         assert text(reply) == right_answer(stack.large, MESSAGES)
     await small_is(stack, False)
-    assert told(await stack.chat())["path"].startswith("fallback:small_no_usable_worker")
+    assert report(await stack.chat())["path"].startswith("fallback:small_no_usable_worker")
 
 
 async def test_frozen(stack: Stack, port: int) -> None:
@@ -106,20 +106,20 @@ async def test_frozen(stack: Stack, port: int) -> None:
         started = time.monotonic()
         reply = await stack.chat()
         assert time.monotonic() - started < REQUEST_S
-        assert told(reply)["path"] == "fallback:small_deadline_exceeded"
+        assert report(reply)["path"] == "fallback:small_deadline_exceeded"
         assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
 async def test_started_anew_on_the_same_port(stack: Stack, port: int) -> None:
     with small_process(port):
         await small_is(stack, True)
-        assert told(await stack.chat())["path"] == "prefill"
-        assert told(await stack.chat())["path"] == "exact"
+        assert report(await stack.chat())["path"] == "prefill"
+        assert report(await stack.chat())["path"] == "exact"
     await small_is(stack, False)
     with small_process(port):
         await small_is(stack, True)
         reply = await stack.chat()
-        assert told(reply)["path"] == "prefill", "the cache of the first process is gone, and nobody asks for it"
+        assert report(reply)["path"] == "prefill", "the cache of the first process is gone, and nobody asks for it"
         assert text(reply) == right_answer(stack.small, MESSAGES)
         assert stack.metric("worker_restarts_total", target="small-0") == 1
         assert stack.metric("prefix_lookup_stale_total", tier="small") == 0

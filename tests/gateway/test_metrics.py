@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.gateway.stack import MESSAGES, Stack, live_stack, told
+from tests.gateway.stack import MESSAGES, Stack, live_stack, report
 
 EXPORTED = """
 requests_total time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
@@ -97,5 +97,5 @@ async def test_the_rate_of_mapping_is_that_of_what_was_mapped(stack: Stack) -> N
     """What stood mapped already took no time."""
     large = stack.app.state.gateway.parts.fleet.tiers["large"].workers["large-0"]
     stack.large.reused_tokens = 300
-    handed_over = told(await stack.escalate())["handoff_tokens"]
+    handed_over = report(await stack.escalate())["handoff_tokens"]
     assert large.map_tokens_per_s == pytest.approx((handed_over - 300) / 3.0 * 1000)  # the fake tells 3 ms

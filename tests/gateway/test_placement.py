@@ -11,7 +11,7 @@ import pytest
 
 from gateway.errors import NoUsableWorker
 from gateway.upstream.tier import AFFINITY_SLACK, Tier
-from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
 from tools.fake_worker import FakeWorker
 
 
@@ -47,7 +47,7 @@ async def test_documents_spread_and_their_turns_stay() -> None:
 async def test_a_handoff_reads_from_the_worker_that_has_read() -> None:
     async with two_small() as (stack, other):
         await stack.chat(document(0))
-        assert told(await stack.escalate(document(1)))["path"] == "mapped"
+        assert report(await stack.escalate(document(1)))["path"] == "mapped"
         assert stack.large.made("transfer")[0]["source_worker"] == "small-1" and other.made("prefill")
 
 
@@ -57,7 +57,7 @@ async def test_a_prefix_is_not_worth_any_queue(num_calls: int, stays: bool) -> N
         first = await stack.chat()
         tier_of(stack).workers["small-0"].num_in_flight = num_calls
         second = await stack.chat(turn_after(MESSAGES, first, "And then?"))
-        assert (len(stack.small.made("prefill")) == 2) is stays and told(second)["tier"] == "small"
+        assert (len(stack.small.made("prefill")) == 2) is stays and report(second)["tier"] == "small"
 
 
 async def test_who_is_avoided_or_not_usable_is_not_picked() -> None:

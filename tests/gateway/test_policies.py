@@ -8,7 +8,7 @@ import pytest
 
 from gateway.policies import POLICIES, Asked, Policy, Token, build
 from gateway.policies.language import language_of
-from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, report, right_answer, text
 
 TIERS = ["small", "large"]
 ASKED = Asked(text="Why?", num_chars=4)
@@ -224,8 +224,8 @@ async def test_rules_in_a_gateway() -> None:
     """The prompt is long: that rule comes first, whatever else would hold."""
     async with in_process(policy=RULES) as stack:
         reply = await stack.chat()
-        assert (told(reply)["rule"], told(reply)["policy"], told(reply)["tier"]) == ("long", "fixed", "large")
-        short = told(await stack.chat([{"role": "user", "content": "Why is the sky blue?"}]))
+        assert (report(reply)["rule"], report(reply)["policy"], report(reply)["tier"]) == ("long", "fixed", "large")
+        short = report(await stack.chat([{"role": "user", "content": "Why is the sky blue?"}]))
         assert (short["rule"], short["policy"], short["reason"]) == (None, "confidence", "confident")
 
 
@@ -234,12 +234,12 @@ async def test_a_score_over_the_likeliest_tokens_asks_for_them(score: str) -> No
     policy = {"name": "confidence", "score": score, "num_tokens": 3, "threshold": -0.5 if score == "entropy" else 0}
     async with in_process(policy=policy) as stack:
         reply = await stack.chat(logprobs=True, top_logprobs=1)
-        assert told(reply)["tier"] == "small"
+        assert report(reply)["tier"] == "small"
         assert stack.small.made("cached_chat")[0]["top_logprobs"] >= 2
         (_, second, *_) = reply.json()["choices"][0]["logprobs"]["content"]
         assert len(second["top_logprobs"]) == 1, "the client gets what it asked for"
         stack.small.logprob = math.log(0.3)
-        assert told(await stack.chat())["tier"] == "large"
+        assert report(await stack.chat())["tier"] == "large"
 
 
 @pytest.fixture
@@ -268,11 +268,11 @@ async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answe
         await eventually(lambda: bool(stack.large.made("cached_chat")))
         assert stack.metric("num_requests_running", tier="small") == 0
         stack.large.heal()
-        assert told(await asking)["tier"] == "large"
+        assert report(await asking)["tier"] == "large"
 
 
 async def test_a_verifier_that_fails_is_no_error_of_the_clients(stack: Stack, verifier: dict[str, Any]) -> None:
     async with in_process(policy=verifier) as stack:
         stack.small.answers_to = {"Right?": ""}
         reply = await stack.chat([SYSTEM, {"role": "user", "content": "Anything?"}])
-        assert told(reply)["tier"] == "large"
+        assert report(reply)["tier"] == "large"

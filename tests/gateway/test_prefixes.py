@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.upstream.tier import Tier
-from tests.gateway.stack import MESSAGES, Stack, told
+from tests.gateway.stack import MESSAGES, Stack, report
 
 
 def has_restarted(tier: Tier) -> Callable[[], None]:
@@ -39,4 +39,4 @@ async def test_what_is_of_no_use_here_stays_for_other_gateways(
     assert stack.metric("registry_ops_total", op="forget", result="ok") == 0
     seen_rightly()
     assert await prefix_hit() is not None
-    assert told(await stack.chat())["path"] == "exact"
+    assert report(await stack.chat())["path"] == "exact"

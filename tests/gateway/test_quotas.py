@@ -21,7 +21,7 @@ from gateway.state.quotas import TOKENS, Quotas
 from gateway.state.registry import connect
 from gateway.state.tenants import Tenant
 from tests.gateway.redis_process import redis_process
-from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, told, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, report, values
 from tools.fake_worker import render
 from workers.api.schemas import Message
 
@@ -227,7 +227,7 @@ async def test_over_budget_a_rule_keeps_to_the_small_model() -> None:
     rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
     policy = {"name": "rules", "rules": [rule], "otherwise": {"name": "always_escalate"}}
     async with in_process(policy=policy) as stack:
-        first, second = [told(await stack.chat()) for _ in range(2)]
+        first, second = [report(await stack.chat()) for _ in range(2)]
         assert (first["tier"], first["rule"]) == ("large", None)
         assert (second["tier"], second["rule"]) == ("small", "spent")
         explained = await stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
@@ -238,9 +238,9 @@ async def test_what_the_small_model_answers_is_on_nobody_elses_budget() -> None:
     budget = {"tier": "large", "tokens": 1}
     rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
     async with in_process(policy={"name": "rules", "rules": [rule]}) as stack:
-        assert [told(await stack.chat())["rule"] for _ in range(2)] == [None, None]
+        assert [report(await stack.chat())["rule"] for _ in range(2)] == [None, None]
         stack.small.logprob = -2.0
-        assert [told(await stack.chat())["rule"] for _ in range(2)] == [None, "spent"]
+        assert [report(await stack.chat())["rule"] for _ in range(2)] == [None, "spent"]
 
 
 def test_a_budget_of_a_tier_that_is_not_there_is_refused() -> None:

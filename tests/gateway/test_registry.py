@@ -15,7 +15,7 @@ from gateway.state import registry
 from gateway.state.redis import SharedRedis
 from gateway.state.registry import KEY_PREFIX, Entry, RedisRegistry, Registry
 from tests.gateway.redis_process import RedisProcess, redis_process
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, right_answer, text, told
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, report, right_answer, text
 
 Ops = list[tuple[str, str]]
 
@@ -241,7 +241,7 @@ async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess)
         assert (await stack.http.get("/livez")).status_code == 200
         assert (await stack.http.get("/readyz")).status_code == 200
         assert num_ops(stack, "timeout") == before + 1
-        assert told(await stack.escalate())["path"] == "mapped", "the fast path needs no registry"
+        assert report(await stack.escalate())["path"] == "mapped", "the fast path needs no registry"
         own_redis.thaw()
 
 

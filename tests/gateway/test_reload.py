@@ -18,7 +18,7 @@ from gateway.errors import SettingsError
 from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
 from gateway.state.reload import ConfigSource, reload, reloading
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, report, right_answer, text, values
 from tests.gateway.test_process import configured, gateway, workers
 from tools.fake_worker import FAKE_SECRET
 
@@ -41,7 +41,7 @@ async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
         changed["workers"] = {"large-0": changed["workers"]["large-0"]}
         changed["tiers"] = [{"name": "large", "model": "fake-large"}]
         asyncio.run_coroutine_threadsafe(of(stack).reload(from_values(changed)), loop_of(stack)).result(5)
-        assert told(await stack.chat())["tier"] == "large", "requests that come now see the new one"
+        assert report(await stack.chat())["tier"] == "large", "requests that come now see the new one"
         assert (await stack.chat(model="small")).status_code == 404
         assert not under_way.done()
         assert text(await under_way) == right_answer(stack.small, MESSAGES)
@@ -64,12 +64,12 @@ async def test_what_did_not_change_is_kept_with_all_that_it_learnt(stack: Stack)
     small = of(stack).parts.fleet.tiers["small"].workers["small-0"]
     await of(stack).reload(from_values(values(policy=LARGE)))
     assert of(stack).parts.fleet.tiers["small"].workers["small-0"] is small
-    assert told(await stack.chat(kvrelay={"policy": "confidence"}))["path"] == "exact", "the registry is the same"
+    assert report(await stack.chat(kvrelay={"policy": "confidence"}))["path"] == "exact", "the registry is the same"
     await of(stack).reload(from_values(values(limits={"max_messages": 3})))
     again = of(stack).parts.fleet.tiers["small"].workers["small-0"]
     assert again is not small and again.epoch == small.epoch and again.info == small.info
     assert (await stack.chat([*MESSAGES, *MESSAGES])).status_code == 413
-    assert told(first)["tier"] == told(await stack.chat())["tier"] == "small"
+    assert report(first)["tier"] == report(await stack.chat())["tier"] == "small"
     assert stack.metric("config_generation") == of(stack).current.generation == 3
 
 
@@ -79,7 +79,7 @@ async def test_a_new_worker_is_known_before_it_is_asked() -> None:
     async with in_process(**only_small) as stack:
         await of(stack).reload(from_values(values()))
         assert (await stack.http.get("/readyz")).json()["tiers"] == {"small": True, "large": True}
-        assert told(await stack.chat(model="large"))["tier"] == "large"
+        assert report(await stack.chat(model="large"))["tier"] == "large"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
     with pytest.raises(SettingsError, match=message):
         await of(stack).reload(from_values(values(policy=LARGE, **changes)))
     assert of(stack).current is before
-    assert told(await stack.chat())["policy"] == "confidence"
+    assert report(await stack.chat())["policy"] == "confidence"
 
 
 async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ async def test_reading_holds_up_no_request_and_the_latest_counts(stack: Stack) -
 
     source = ConfigSource(Path("nowhere"), read)
     readings = [asyncio.create_task(reload(of(stack), source)) for _ in range(2)]
-    assert told(await stack.chat())["policy"] == "confidence"
+    assert report(await stack.chat())["policy"] == "confidence"
     may_be_read.set()
     assert await asyncio.gather(*readings) == [None, None]
-    assert told(await stack.chat())["tier"] == "small"
+    assert report(await stack.chat())["tier"] == "small"
     assert of(stack).current.generation == 3
 
 
@@ -197,7 +197,7 @@ async def test_a_reload_that_is_broken_off_leaves_nothing_open() -> None:
         assert loading.cancelled() and silent.is_closed
         assert of(stack).current.generation == 1
         assert "large-1" not in (await stack.http.get("/metrics")).text
-        assert told(await stack.chat())["tier"] == "small", "what both have stays open"
+        assert report(await stack.chat())["tier"] == "small", "what both have stays open"
 
 
 async def test_the_end_can_be_cancelled_while_a_watch_does_not_end() -> None:
@@ -292,7 +292,7 @@ async def exported(http: httpx.AsyncClient, line: str) -> None:
 
 async def tier_of(http: httpx.AsyncClient) -> str:
     reply = await http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES})
-    return str(told(reply)["tier"])
+    return str(report(reply)["tier"])
 
 
 async def keep_asking(http: httpx.AsyncClient) -> list[str]:

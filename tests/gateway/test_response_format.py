@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.stack import Stack, in_process, told
+from tests.gateway.stack import Stack, in_process, report
 from workers.api.errors import WorkerUnavailable
 
 JSON = {"type": "json_object"}
@@ -45,9 +45,9 @@ async def test_it_is_passed_on_whole(stack: Stack, form: dict[str, Any], escalat
 
 async def test_auto_chooses_among_those_that_have_it(stack: Stack) -> None:
     await having(stack, large=BOTH)
-    assert told(await stack.chat(response_format=JSON))["tier"] == "large"
+    assert report(await stack.chat(response_format=JSON))["tier"] == "large"
     assert given(stack) == [JSON | {"json_schema": None}]
-    assert told(await stack.chat(response_format={"type": "text"}))["tier"] == "small"
+    assert report(await stack.chat(response_format={"type": "text"}))["tier"] == "small"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from gateway.settings import from_values
 from gateway.state.redis import SharedRedis
 from gateway.state.registry import RedisRegistry, connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
-from tests.gateway.stack import MESSAGES, in_process, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, in_process, report, right_answer, text, values
 from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
 
 TIMEOUT_MS = 100
@@ -36,7 +36,7 @@ async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable
             async def answered() -> str:
                 reply = await stack.chat()
                 assert text(reply) == right_answer(stack.small, MESSAGES)
-                return str(told(reply)["path"])
+                return str(report(reply)["path"])
 
             await answered()
             assert await answered() == "exact"

@@ -14,7 +14,7 @@ from gateway.schemas import ChatCompletionRequest
 from gateway.settings import from_values
 from gateway.state.tenants import Tenants
 from gateway.upstream.deadline import Deadline
-from tests.gateway.stack import MESSAGES, Stack, live_stack, right_answer, text, told, values
+from tests.gateway.stack import MESSAGES, Stack, live_stack, report, right_answer, text, values
 from workers.api.schemas import Message
 
 PATHS = ("mapped", "fallback")
@@ -35,14 +35,14 @@ async def test_the_small_one_after_it_was_judged(stack: Stack) -> None:
     reply = await stack.chat()
     assert time.monotonic() - started < REQUEST_S / 2, "the gap is bounded, not only the whole"
     assert text(reply) == right_answer(stack.large, MESSAGES)
-    assert told(reply)["path"] == "fallback:small_deadline_exceeded"
+    assert report(reply)["path"] == "fallback:small_deadline_exceeded"
 
 
 async def test_the_large_one_over_a_handed_over_cache(stack: Stack) -> None:
     stack.large.stall("cached_chat", after=1)
     reply = await stack.escalate()
     assert text(reply) == right_answer(stack.large, MESSAGES)
-    assert told(reply)["path"] == "fallback:large_deadline_exceeded"
+    assert report(reply)["path"] == "fallback:large_deadline_exceeded"
     assert len(stack.large.made("chat")) == 1
     counted = {path: stack.metric("time_to_first_token_seconds_count", tier="large", path=path) for path in PATHS}
     assert counted == {"mapped": 0, "fallback": 1}, "as the answer that was told, and not the one that stalled"
@@ -54,7 +54,7 @@ async def test_the_large_one_whatever_it_is_asked(stack: Stack) -> None:
         stack.large.stall(call, after=1)
     reply = await stack.escalate()
     assert text(reply) == right_answer(stack.small, MESSAGES)
-    assert (told(reply)["tier"], told(reply)["path"]) == ("small", "fallback:large_deadline_exceeded")
+    assert (report(reply)["tier"], report(reply)["path"]) == ("small", "fallback:large_deadline_exceeded")
     assert stack.metric("full_prefill_fallback_total", reason="large_deadline_exceeded") == 1
 
 
@@ -72,7 +72,7 @@ async def test_a_slow_answer_is_no_late_one() -> None:
     async with live_stack(deadlines=DEADLINES | {"token_gap_s": 1.0}) as stack:
         stack.large.token_s = 0.2  # seven words: longer than the gap
         reply = await stack.escalate()
-        assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
+        assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, MESSAGES), "mapped")
 
 
 @pytest.mark.parametrize("stream", [False, True])

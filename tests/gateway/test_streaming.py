@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, right_answer, text, told
+from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, report, right_answer, text
 from workers.api.errors import Overloaded, TransferFailed, WorkerUnavailable
 
 
@@ -151,9 +151,9 @@ async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack)
     stack.small.cut_after = 5
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.large, MESSAGES)
-    assert reply.headers["x-kvrelay-path"] == told(reply)["path"] == "fallback:small_worker_unavailable"
+    assert reply.headers["x-kvrelay-path"] == report(reply)["path"] == "fallback:small_worker_unavailable"
     assert reply.headers["x-kvrelay-model"] == reply.json()["model"] == "fake-large"
-    assert told(reply)["tier"] == "large"
+    assert report(reply)["tier"] == "large"
     assert stack.metric("full_prefill_fallback_total", reason="small_worker_unavailable") == 1
 
 
@@ -216,7 +216,7 @@ async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> N
     _, frames = await streamed(stack, kvrelay={"policy": "always_escalate"})
     answer = {"role": "assistant", "content": joined(frames)}
     reply = await stack.escalate([*MESSAGES, answer, {"role": "user", "content": "And then?"}])
-    assert told(reply)["path"] == "mapped"
+    assert report(reply)["path"] == "mapped"
     assert len(stack.large.made("transfer")) == 1
 
 

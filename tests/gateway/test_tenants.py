@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.settings import from_values, read_secret
 from tests.gateway.redis_process import redis_process
-from tests.gateway.stack import MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from tests.gateway.stack import MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
 from tools.fake_worker import FAKE_SECRET
 from workers.api.logs import add_request_id
 
@@ -76,10 +76,10 @@ async def test_a_salt_of_the_clients_is_overwritten(stack: Stack) -> None:
 async def test_one_tenant_never_gets_the_others_cache(stack: Stack) -> None:
     await ask(stack, "acme")
     reply = await ask(stack, "default")
-    assert told(reply)["cached_tokens"] == 0
+    assert report(reply)["cached_tokens"] == 0
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
     again = await ask(stack, "acme")
-    assert told(again)["cached_tokens"] > 0
+    assert report(again)["cached_tokens"] > 0
 
 
 async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
@@ -144,7 +144,7 @@ ONLY = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["fa
 
 async def test_a_tenant_uses_the_models_that_it_may() -> None:
     async with in_process(tenants=ONLY) as stack:
-        assert told(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
+        assert report(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
         assert not stack.small.made("prefill"), "the small model does not even read for it"
         refused = await ask(stack, "acme", model="small")
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
@@ -153,7 +153,7 @@ async def test_a_tenant_uses_the_models_that_it_may() -> None:
         listed = await stack.http.get("/v1/models", headers=key("acme"))
         assert [model["id"] for model in listed.json()["data"]] == ["auto", "large", "fake-large"]
         assert (await stack.http.get("/v1/models/small", headers=key("acme"))).status_code == 403
-        assert told(await ask(stack, "default"))["tier"] == "small"
+        assert report(await ask(stack, "default"))["tier"] == "small"
 
 
 @pytest.mark.parametrize(

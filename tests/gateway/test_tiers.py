@@ -12,7 +12,7 @@ import pytest
 from gateway.errors import SettingsError
 from gateway.settings import from_values
 from gateway.upstream.worker import MISSES_UNTIL_DOWN
-from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, right_answer, text, told, turn_after, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
 from tools.fake_worker import FakeWorker
 from workers.api.errors import TransferFailed, WorkerUnavailable
 from workers.api.schemas import Rates
@@ -60,8 +60,8 @@ async def test_up_to_the_first_tier_that_is_sure(
         stack.small.logprob, middle.logprob = small, mid
         reply = await stack.chat()
         answering = {"small": stack.small, "mid": middle, "large": stack.large}[tier]
-        assert (text(reply), told(reply)["tier"]) == (right_answer(answering, MESSAGES), tier)
-        assert (told(reply)["reason"], told(reply)["path"]) == (reason, "prefill" if tier == "small" else "mapped")
+        assert (text(reply), report(reply)["tier"]) == (right_answer(answering, MESSAGES), tier)
+        assert (report(reply)["reason"], report(reply)["path"]) == (reason, "prefill" if tier == "small" else "mapped")
         asked = [worker.name for worker in (stack.small, middle, stack.large) if worker.made("cached_chat")]
         between = ["mid-0"] if tier == "mid" or (mid == UNSURE) else []
         assert asked == ["small-0", *between, *(["large-0"] if tier == "large" else [])]
@@ -71,7 +71,7 @@ async def test_up_to_the_first_tier_that_is_sure(
 
 async def test_a_forced_escalation_goes_past_the_middle() -> None:
     async with three() as (stack, mid):
-        assert told(await stack.escalate())["tier"] == "large"
+        assert report(await stack.escalate())["tier"] == "large"
         assert not mid.made("transfer") and not mid.made("chat")
 
 
@@ -81,11 +81,11 @@ async def test_a_middle_tier_whose_fast_path_fails_reads_in_full_and_is_judged(c
         stack.small.logprob = UNSURE
         mid.fail(call, TransferFailed("gone"))
         reply = await stack.chat()
-        assert (text(reply), told(reply)["tier"]) == (right_answer(mid, MESSAGES), "mid")
-        assert told(reply)["path"].startswith("fallback:")
+        assert (text(reply), report(reply)["tier"]) == (right_answer(mid, MESSAGES), "mid")
+        assert report(reply)["path"].startswith("fallback:")
         mid.logprob = UNSURE
         reply = await stack.chat([*MESSAGES[:1], {"role": "user", "content": "Another question?"}])
-        assert (told(reply)["tier"], told(reply)["reason"]) == ("large", "unsure")
+        assert (report(reply)["tier"], report(reply)["reason"]) == ("large", "unsure")
 
 
 async def test_a_middle_tier_that_cannot_answer_is_passed_over() -> None:
@@ -94,7 +94,7 @@ async def test_a_middle_tier_that_cannot_answer_is_passed_over() -> None:
         for call in ("transfer", "chat", "cached_chat"):
             mid.fail(call, WorkerUnavailable("gone"), times=9)
         reply = await stack.chat()
-        assert (text(reply), told(reply)["tier"]) == (right_answer(stack.large, MESSAGES), "large")
+        assert (text(reply), report(reply)["tier"]) == (right_answer(stack.large, MESSAGES), "large")
 
 
 SHORT_OF_TIME = {"request_s": 1.6, "decode_reserve_s": 0.1, "transfer_floor_s": 1.0}
@@ -110,7 +110,7 @@ async def test_a_middle_tier_that_stands_still_leaves_time_for_the_one_above(cal
         mid.delay(call, 60.0)
         for late in ("chat", "cached_chat"):
             stack.large.delay(late, 0.4)
-        assert told(await stack.chat(kvrelay={"exact": exact}))["tier"] == "large"
+        assert report(await stack.chat(kvrelay={"exact": exact}))["tier"] == "large"
         assert bool(mid.made("transfer")) is not exact
 
 
@@ -121,7 +121,7 @@ async def test_it_has_all_of_it_where_nobody_else_is_there() -> None:
         stack.large.fail("info", WorkerUnavailable("gone"))
         for _ in range(MISSES_UNTIL_DOWN):
             await stack.look()
-        assert told(await stack.chat(kvrelay={"exact": True}))["tier"] == "mid"
+        assert report(await stack.chat(kvrelay={"exact": True}))["tier"] == "mid"
 
 
 @pytest.mark.parametrize("skip", ["small", "large", "huge"])
@@ -135,14 +135,14 @@ async def test_after_six_turns_on_small_the_whole_history_is_handed_over(stack: 
     messages: list[dict[str, Any]] = MESSAGES
     for number in range(6):
         reply = await stack.chat(messages)
-        assert told(reply)["tier"] == "small"
+        assert report(reply)["tier"] == "small"
         messages = turn_after(messages, reply, f"And then, for the {number}th time?")
     moved = await stack.escalate(messages)
     assert text(moved) == right_answer(stack.large, messages)
     (transfer,) = stack.large.made("transfer")
     (answered,) = stack.large.made("cached_chat")
     num_prompt = moved.json()["usage"]["prompt_tokens"]
-    assert (told(moved)["path"], transfer["num_tokens"]) == ("mapped", num_prompt - 64)
+    assert (report(moved)["path"], transfer["num_tokens"]) == ("mapped", num_prompt - 64)
     assert len(answered["messages"]) == len(messages) == 14
     assert stack.small.made("prefill")[-1]["messages"][-1]["content"] == messages[-1]["content"]
 
@@ -166,10 +166,10 @@ async def talked_to_large(stack: Stack) -> list[dict[str, Any]]:
 async def test_a_conversation_moved_down_is_mapped_down() -> None:
     async with with_bundle_down() as stack:
         reply = await stack.chat(messages := await talked_to_large(stack))
-        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "mapped")
+        assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "mapped")
         (transfer,) = stack.small.made("transfer")
         assert transfer["source_worker"] == "large-0" and not stack.small.made("prefill")
-        assert told(reply)["handoff_tokens"] == transfer["num_tokens"] > 1000
+        assert report(reply)["handoff_tokens"] == transfer["num_tokens"] > 1000
 
 
 async def test_and_up_again_from_what_large_holds() -> None:
@@ -177,7 +177,7 @@ async def test_and_up_again_from_what_large_holds() -> None:
         messages = await talked_to_large(stack)
         stack.small.logprob = UNSURE
         reply = await stack.chat(messages)
-        assert (text(reply), told(reply)["path"]) == (right_answer(stack.large, messages), "exact")
+        assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, messages), "exact")
         assert not stack.large.made("transfer") and not stack.small.made("prefill")
 
 
@@ -187,7 +187,7 @@ async def test_a_bundle_on_trial_is_asked_for_to_be_tried_out(on_trial: bool) ->
         stack.small.bundle_off, stack.small.bundle_on_trial = "below the gate", on_trial
         await stack.look()
         reply = await stack.chat(messages := await talked_to_large(stack))
-        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
+        assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
         assert len(stack.small.made("transfer")) == on_trial
 
 
@@ -201,6 +201,6 @@ async def test_else_the_small_model_reads_itself(why: str) -> None:
             stack.small.fail("transfer", TransferFailed("gone"))
         messages = await talked_to_large(stack)
         reply = await stack.chat(messages, kvrelay={"exact": True} if why == "exact" else None)
-        assert (text(reply), told(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
+        assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
         assert len(stack.small.made("prefill")) == 1
         assert bool(stack.small.made("transfer")) is (why == "fails")
