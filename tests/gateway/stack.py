@@ -114,7 +114,7 @@ def report(reply: httpx.Response) -> dict[str, Any]:
     return dict(reply.json()["kvrelay"])
 
 
-def turn_after(messages: list[dict[str, Any]], reply: httpx.Response, question: str) -> list[dict[str, Any]]:
+def follow_up(messages: list[dict[str, Any]], reply: httpx.Response, question: str) -> list[dict[str, Any]]:
     return [*messages, reply.json()["choices"][0]["message"], {"role": "user", "content": question}]
 
 

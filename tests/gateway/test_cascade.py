@@ -10,11 +10,11 @@ from tests.gateway.stack import (
     SYSTEM,
     USER,
     Stack,
+    follow_up,
     in_process,
     report,
     right_answer,
     text,
-    turn_after,
 )
 from tools.fake_worker import render
 from workers.api.errors import BundleUnusable, HandoffDeclined, KvrelayError, NoTime, PrefillCheaper
@@ -152,7 +152,7 @@ async def test_an_escalation_goes_before_all_other_work(stack: Stack, transfers:
 async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
     mapped = await stack.escalate()
     assert report(mapped)["path"] == "mapped"
-    reply = await stack.escalate(turn_after(MESSAGES, mapped, "And then?"), exact=True)
+    reply = await stack.escalate(follow_up(MESSAGES, mapped, "And then?"), exact=True)
     assert report(reply)["path"] == "prefill"
     assert report(reply)["mapped_tokens"] == 0
     assert stack.large.made("chat")[-1]["kv_transfer_params"]["require_exact"] is True
@@ -177,7 +177,7 @@ async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
 async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: float) -> None:
     async with in_process(shadow={"share": share}) as stack:
         first = await stack.escalate()
-        second = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
+        second = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
         assert report(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
         asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.made("cached_chat")]
         assert asked == [share == 1.0, False]
@@ -191,7 +191,7 @@ async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
 
 async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack) -> None:
     first = await stack.escalate()
-    second = turn_after(MESSAGES, first, "And then?")
+    second = follow_up(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
     assert report(reply)["path"] == "mapped"
     assert text(reply) == right_answer(stack.large, second)
@@ -201,7 +201,7 @@ async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack
 
 async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
     first = await stack.chat(model="large")
-    reply = await stack.escalate(turn_after(MESSAGES, first, "And then?"))
+    reply = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
     assert report(reply)["path"] == "exact"
     assert stack.large.made("transfer") == []
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 600

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, report, turn_after
+from tests.gateway.stack import MESSAGES, Stack, eventually, follow_up, in_process, live_stack, report
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import Rates
 
@@ -81,7 +81,7 @@ async def test_without_a_mapper_for_the_pair_nothing_would_be_handed_over(stack:
 
 async def test_what_the_target_holds_is_what_it_would_answer_from(stack: Stack) -> None:
     first = await stack.escalate()
-    following = turn_after(MESSAGES, first, "And then?")
+    following = follow_up(MESSAGES, first, "And then?")
     assert (await explained(stack, following))["escalation"]["from"] == "own_mapped"
     assert (await explained(stack))["predicted_ms"]["small_prefill"] == 0, "the small model has read all of it"
 
@@ -100,7 +100,7 @@ async def test_predictions_come_from_the_rates_and_the_workers_count(stack: Stac
 async def test_the_prefix_that_is_known(stack: Stack) -> None:
     assert (await explained(stack))["prefix"] == {"small": None, "large": None}
     first = await stack.escalate()
-    prefix = (await explained(stack, turn_after(MESSAGES, first, "And then?")))["prefix"]
+    prefix = (await explained(stack, follow_up(MESSAGES, first, "And then?")))["prefix"]
     assert prefix["large"]["provenance"] == "mapped:fake-bundle"
     assert prefix["large"]["num_messages"] == 3
     assert prefix["small"]["num_messages"] == 2

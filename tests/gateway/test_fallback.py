@@ -12,11 +12,11 @@ from tests.gateway.stack import (
     MESSAGES,
     Stack,
     fakes,
+    follow_up,
     in_process,
     report,
     right_answer,
     text,
-    turn_after,
     values,
 )
 from tools.fake_worker import FakeWorker
@@ -285,7 +285,7 @@ async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None
 async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stack: Stack) -> None:
     first = await stack.escalate()
     stack.large.restart()
-    second = turn_after(MESSAGES, first, "And then?")
+    second = follow_up(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
     assert (report(reply)["path"], text(reply)) == ("mapped", right_answer(stack.large, second))
     assert len(stack.large.made("transfer")) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.errors import NoUsableWorker
 from gateway.upstream.tier import AFFINITY_SLACK, Tier
-from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, follow_up, in_process, report, right_answer, text, values
 from tools.fake_worker import FakeWorker
 
 
@@ -37,7 +37,7 @@ async def test_documents_spread_and_their_turns_stay() -> None:
     async with two_small() as (stack, other):
         for number in range(4):
             first = await stack.chat(messages := document(number))
-            second = await stack.chat(after := turn_after(messages, first, "And then?"))
+            second = await stack.chat(after := follow_up(messages, first, "And then?"))
             assert text(second) == right_answer(stack.small, after)
         for worker in (stack.small, other):
             asked = [call["messages"][0]["content"] for call in worker.made("prefill")]
@@ -56,7 +56,7 @@ async def test_a_prefix_is_not_worth_any_queue(num_calls: int, stays: bool) -> N
     async with two_small() as (stack, _):
         first = await stack.chat()
         tier_of(stack).workers["small-0"].num_in_flight = num_calls
-        second = await stack.chat(turn_after(MESSAGES, first, "And then?"))
+        second = await stack.chat(follow_up(MESSAGES, first, "And then?"))
         assert (len(stack.small.made("prefill")) == 2) is stays and report(second)["tier"] == "small"
 
 

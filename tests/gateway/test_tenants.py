@@ -16,7 +16,7 @@ from gateway.app import create_app
 from gateway.errors import SettingsError
 from gateway.settings import from_values, read_secret
 from tests.gateway.redis_process import redis_process
-from tests.gateway.stack import MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
+from tests.gateway.stack import MESSAGES, Stack, follow_up, in_process, report, right_answer, text, values
 from tools.fake_worker import FAKE_SECRET
 from workers.api.logs import add_request_id
 
@@ -99,7 +99,7 @@ async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
             await plant(stack, tenant="acme")
             assert text(await ask(stack, "default")) == right_answer(stack.small, MESSAGES)
             assert stack.metric("prefix_lookup_hits_total", tier="small") == hits, "not even tried"
-            following = await ask(stack, "default", turn_after(MESSAGES, first, "And then?"))
+            following = await ask(stack, "default", follow_up(MESSAGES, first, "And then?"))
             assert following.status_code == 200
 
 

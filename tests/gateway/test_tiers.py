@@ -12,7 +12,7 @@ import pytest
 from gateway.errors import SettingsError
 from gateway.settings import from_values
 from gateway.upstream.worker import MISSES_UNTIL_DOWN
-from tests.gateway.stack import LONG, MESSAGES, Stack, in_process, report, right_answer, text, turn_after, values
+from tests.gateway.stack import LONG, MESSAGES, Stack, follow_up, in_process, report, right_answer, text, values
 from tools.fake_worker import FakeWorker
 from workers.api.errors import TransferFailed, WorkerUnavailable
 from workers.api.schemas import Rates
@@ -136,7 +136,7 @@ async def test_after_six_turns_on_small_the_whole_history_is_handed_over(stack: 
     for number in range(6):
         reply = await stack.chat(messages)
         assert report(reply)["tier"] == "small"
-        messages = turn_after(messages, reply, f"And then, for the {number}th time?")
+        messages = follow_up(messages, reply, f"And then, for the {number}th time?")
     moved = await stack.escalate(messages)
     assert text(moved) == right_answer(stack.large, messages)
     (transfer,) = stack.large.made("transfer")
@@ -159,8 +159,8 @@ async def with_bundle_down(**changes: Any) -> AsyncIterator[Stack]:
 async def talked_to_large(stack: Stack) -> list[dict[str, Any]]:
     """Two turns that the large model alone has read."""
     first = await stack.chat(model="large")
-    second = await stack.chat(messages := turn_after(MESSAGES, first, f"Is that so? {LONG}"), model="large")
-    return turn_after(messages, second, "And then?")
+    second = await stack.chat(messages := follow_up(MESSAGES, first, f"Is that so? {LONG}"), model="large")
+    return follow_up(messages, second, "And then?")
 
 
 async def test_a_conversation_moved_down_is_mapped_down() -> None:
