@@ -65,7 +65,7 @@ class Stack:
         value = self.app.state.gateway.parts.metrics.registry.get_sample_value(f"kvrelay_{name}", labels)
         return 0.0 if value is None else float(value)
 
-    async def look(self) -> None:
+    async def check_health(self) -> None:
         """Makes the gateway look at every worker now."""
         await self.app.state.gateway.parts.fleet.check_health()
 

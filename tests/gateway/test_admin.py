@@ -150,7 +150,7 @@ async def test_circuits_are_told(stack: Stack) -> None:
 
 async def test_a_bundle_that_was_switched_off_is_switched_on_again(stack: Stack) -> None:
     stack.large.bundle_off = "top-1 agreement is below the gate's"
-    await stack.look()
+    await stack.check_health()
     state = await admin(stack, "GET", "state")
     assert state["workers"]["large-0"]["bundles"] == {
         "fake-bundle": {"is_usable": False, "reason": "top-1 agreement is below the gate's"}

@@ -216,7 +216,7 @@ async def test_mapped_tokens_are_no_cached_tokens(stack: Stack) -> None:
 async def test_a_long_question_after_a_short_prefix_is_handed_over_all_the_same(stack: Stack) -> None:
     """The large model's own cache of the system prompt would leave it nearly everything to read."""
     stack.large.rates = Rates(prefill_tokens_per_s=500.0, map_tokens_per_s=50_000.0)
-    await stack.look()
+    await stack.check_health()
     brief = {"role": "system", "content": "Answer from the document."}
     await stack.chat([brief, {"role": "user", "content": "Hello?"}], model="large")
     reply = await stack.escalate([brief, {"role": "user", "content": f"{SYSTEM['content']} What is word7?"}])

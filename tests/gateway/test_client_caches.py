@@ -83,7 +83,7 @@ async def test_a_cache_that_its_worker_lost_is_a_full_prefill(stack: Stack) -> N
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert report(reply)["path"] == "fallback:small_cache_not_found"
     stack.small.restart()
-    await stack.look()
+    await stack.check_health()
     assert (await mapped(stack, read["cache_id"])).status_code == 404
 
 

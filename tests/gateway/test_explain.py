@@ -72,7 +72,7 @@ async def test_an_explanation_is_one_of_the_requests_that_a_tenant_may_have_in_f
 
 async def test_without_a_mapper_for_the_pair_nothing_would_be_handed_over(stack: Stack) -> None:
     stack.large.peers = {}
-    await stack.look()
+    await stack.check_health()
     answer = await explained(stack)
     assert answer["would_transfer"] is False
     assert answer["escalation"] == {"from": "full_prefill", "reason": "no_bundle"}
@@ -88,7 +88,7 @@ async def test_what_the_target_holds_is_what_it_would_answer_from(stack: Stack) 
 
 async def test_predictions_come_from_the_rates_and_the_workers_count(stack: Stack) -> None:
     stack.large.rates = Rates(prefill_tokens_per_s=1000.0, map_tokens_per_s=10_000.0)
-    await stack.look()
+    await stack.check_health()
     answer = await explained(stack)
     num_tokens = answer["num_tokens"]
     assert num_tokens > 600

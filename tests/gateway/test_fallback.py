@@ -123,7 +123,7 @@ async def test_the_clients_mistake_is_told_at_once(stack: Stack) -> None:
 async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
     async with in_process(deadlines={"request_s": 4.0, "decode_reserve_s": 0.5}) as stack:
         stack.large.rates = Rates(prefill_tokens_per_s=100.0, map_tokens_per_s=10_000.0)  # 6 s for this prompt
-        await stack.look()
+        await stack.check_health()
         reply = await stack.escalate()
         assert (report(reply)["path"], text(reply)) == ("fallback:no_time", right_answer(stack.large, MESSAGES))
         assert stack.large.made("transfer") == []
@@ -132,7 +132,7 @@ async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
 async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
     async with in_process() as stack:
         stack.large.rates = Rates(prefill_tokens_per_s=5000.0)  # about 110 ms for what is handed over
-        await stack.look()
+        await stack.check_health()
         stack.large.delay("transfer", 5.0)
         started = time.monotonic()
         reply = await stack.escalate()
@@ -145,7 +145,7 @@ async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_mode
     """On a slow machine the assumed rate would leave the first handoff too little time."""
     async with in_process(deadlines={"request_s": 60.0}) as stack:
         stack.small.rates = Rates(prefill_tokens_per_s=50.0)
-        await stack.look()
+        await stack.check_health()
         kvrelay = report(await stack.escalate())
         assert kvrelay["path"] == "mapped"
         handed_over = kvrelay["handoff_tokens"]
@@ -155,7 +155,7 @@ async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_mode
 async def test_the_source_frozen_between_prefill_and_transfer(stack: Stack) -> None:
     """The large worker waits for the frozen one; the deadline it was given ends that."""
     stack.large.rates = Rates(prefill_tokens_per_s=2000.0)
-    await stack.look()
+    await stack.check_health()
     await stack.chat()  # the small model has read the prompt, and the registry knows
     stack.small.is_frozen = True
     reply = await stack.escalate()
@@ -174,8 +174,8 @@ async def test_a_frozen_small_worker_leaves_time_for_the_large_one() -> None:
 
 async def test_a_small_worker_known_to_be_down_is_not_waited_for(stack: Stack) -> None:
     stack.small.fail("info", WorkerUnavailable("gone"))
-    await stack.look()
-    await stack.look()
+    await stack.check_health()
+    await stack.check_health()
     assert report(await stack.chat())["path"] == "fallback:small_no_usable_worker"
     assert stack.small.made("prefill") == []
 
@@ -183,8 +183,8 @@ async def test_a_small_worker_known_to_be_down_is_not_waited_for(stack: Stack) -
 async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None:
     make_unsure(stack)
     stack.large.fail("readyz", WorkerUnavailable("draining"))
-    await stack.look()
-    await stack.look()
+    await stack.check_health()
+    await stack.check_health()
     reply = await stack.chat()
     assert (report(reply)["path"], report(reply)["tier"]) == ("fallback:large_no_usable_worker", "small")
     assert text(reply) == right_answer(stack.small, MESSAGES)
@@ -194,8 +194,8 @@ async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None
 async def test_without_a_large_model_the_small_one_may_take_its_time(stack: Stack, policy: str | None) -> None:
     """Longer than its share of the deadline: there is nobody whom that would leave time to."""
     stack.large.fail("readyz", WorkerUnavailable("draining"))
-    await stack.look()
-    await stack.look()
+    await stack.check_health()
+    await stack.check_health()
     stack.small.delay("prefill", 1.5 * DEADLINES["request_s"] * DEADLINES["small_share"])
     reply = await stack.chat(kvrelay={"policy": policy} if policy else {})
     assert report(reply)["tier"] == "small"
@@ -274,7 +274,7 @@ async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:
 async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None:
     await stack.chat()
     stack.small.restart()
-    await stack.look()
+    await stack.check_health()
     await stack.chat()
     assert stack.metric("worker_restarts_total", target="small-0") == 1
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 0

@@ -223,8 +223,8 @@ async def drained(stack: Stack) -> None:
 
 async def gone(stack: Stack) -> None:
     stack.large.fail("readyz", GONE)
-    await stack.look()
-    await stack.look()
+    await stack.check_health()
+    await stack.check_health()
 
 
 CALLS = {"answer": "chat", "own cache": "cached_chat", "transfer": "transfer"}

@@ -14,9 +14,9 @@ async def test_ready_with_every_tier(stack: Stack) -> None:
 
 async def test_ready_with_one_usable_tier(stack: Stack) -> None:
     stack.small.fail("info", WorkerUnavailable("gone"))
-    await stack.look()
+    await stack.check_health()
     assert (await stack.http.get("/readyz")).json()["tiers"] == {"small": True, "large": True}, "once is no proof"
-    await stack.look()
+    await stack.check_health()
     reply = await stack.http.get("/readyz")
     assert (reply.status_code, reply.json()["tiers"]) == (200, {"small": False, "large": True})
 
@@ -24,8 +24,8 @@ async def test_ready_with_one_usable_tier(stack: Stack) -> None:
 async def test_not_ready_without_any(stack: Stack) -> None:
     for worker in (stack.small, stack.large):
         worker.fail("readyz", WorkerUnavailable("draining"))
-    await stack.look()
-    await stack.look()
+    await stack.check_health()
+    await stack.check_health()
     assert (await stack.http.get("/readyz")).status_code == 503
     assert (await stack.http.get("/livez")).status_code == 200
     refused = await stack.chat()
@@ -33,7 +33,7 @@ async def test_not_ready_without_any(stack: Stack) -> None:
     assert refused.headers["retry-after"]
     for worker in (stack.small, stack.large):
         worker.heal()
-    await stack.look()
+    await stack.check_health()
     assert (await stack.http.get("/readyz")).status_code == 200
 
 

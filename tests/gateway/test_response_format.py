@@ -19,7 +19,7 @@ BOTH = ("text", "json_object", "json_schema")
 
 async def having(stack: Stack, *, small: tuple[str, ...] = ("text",), large: tuple[str, ...] = ("text",)) -> None:
     stack.small.response_formats, stack.large.response_formats = small, large
-    await stack.look()
+    await stack.check_health()
 
 
 def given(stack: Stack) -> list[Any]:

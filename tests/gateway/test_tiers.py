@@ -105,7 +105,7 @@ async def test_a_middle_tier_that_stands_still_leaves_time_for_the_one_above(cal
     async with three(deadlines=SHORT_OF_TIME) as (stack, mid):
         stack.small.logprob = UNSURE
         mid.rates = Rates(prefill_tokens_per_s=100_000.0)
-        await stack.look()
+        await stack.check_health()
         mid.fail("chat", WorkerUnavailable("gone"))
         mid.delay(call, 60.0)
         for late in ("chat", "cached_chat"):
@@ -120,7 +120,7 @@ async def test_it_has_all_of_it_where_nobody_else_is_there() -> None:
         mid.delay("chat", 1.0)
         stack.large.fail("info", WorkerUnavailable("gone"))
         for _ in range(MISSES_UNTIL_DOWN):
-            await stack.look()
+            await stack.check_health()
         assert report(await stack.chat(kvrelay={"exact": True}))["tier"] == "mid"
 
 
@@ -152,7 +152,7 @@ async def with_bundle_down(**changes: Any) -> AsyncIterator[Stack]:
     """A stack whose small worker maps the large one's caches."""
     async with in_process(**changes) as stack:
         stack.small.peers = {"large-0": stack.large}
-        await stack.look()
+        await stack.check_health()
         yield stack
 
 
@@ -185,7 +185,7 @@ async def test_and_up_again_from_what_large_holds() -> None:
 async def test_a_bundle_on_trial_is_asked_for_to_be_tried_out(on_trial: bool) -> None:
     async with with_bundle_down() as stack:
         stack.small.bundle_off, stack.small.bundle_on_trial = "below the gate", on_trial
-        await stack.look()
+        await stack.check_health()
         reply = await stack.chat(messages := await talked_to_large(stack))
         assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
         assert len(stack.small.made("transfer")) == on_trial
@@ -196,7 +196,7 @@ async def test_else_the_small_model_reads_itself(why: str) -> None:
     async with with_bundle_down(**({"handoff": {"min_tokens": 5000}} if why == "short" else {})) as stack:
         if why == "no_bundle":
             stack.small.peers = {}
-            await stack.look()
+            await stack.check_health()
         if why == "fails":
             stack.small.fail("transfer", TransferFailed("gone"))
         messages = await talked_to_large(stack)
