@@ -103,10 +103,10 @@ async def test_usage_by_tenant(stack: Stack) -> None:
 async def test_a_drained_worker_gets_no_new_calls(stack: Stack) -> None:
     await ask(stack, "acme")
     assert (await admin(stack, "POST", "workers/small-0/drain"))["is_usable"] is False
-    num_calls = len(stack.small.made("prefill") + stack.small.made("cached_chat"))
+    num_calls = len(stack.small.requests("prefill") + stack.small.requests("cached_chat"))
     reply = report(await ask(stack, "acme"))
     assert (reply["tier"], reply["path"]) == ("large", "fallback:small_no_usable_worker")
-    assert len(stack.small.made("prefill") + stack.small.made("cached_chat")) == num_calls
+    assert len(stack.small.requests("prefill") + stack.small.requests("cached_chat")) == num_calls
     await stack.app.state.gateway.reload(settings.from_values(values(tenants=TENANTS, limits={"max_messages": 9})))
     assert report(await ask(stack, "acme"))["tier"] == "large", "a reload does not bring it back"
 

@@ -27,7 +27,7 @@ async def test_a_confident_small_answer_stands(stack: Stack) -> None:
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert (report(reply)["tier"], report(reply)["forced"], report(reply)["confidence"]) == ("small", False, -0.125)
-    assert stack.large.made("chat") == stack.large.made("cached_chat") == stack.large.made("transfer") == []
+    assert stack.large.requests("chat") == stack.large.requests("cached_chat") == stack.large.requests("transfer") == []
 
 
 async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
@@ -70,7 +70,7 @@ async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDecl
         assert report(reply)["tier"] == "large"
         paths = ("fallback:no_time",) if isinstance(error, NoTime) else ("prefill", "exact")
         assert report(reply)["path"] in paths
-    assert len(stack.large.made("transfer")) == 6
+    assert len(stack.large.requests("transfer")) == 6
     stack.large.by_cost = None
     assert report(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
 
@@ -78,7 +78,7 @@ async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDecl
 async def test_a_forced_handoff_is_made_whatever_it_costs(stack: Stack) -> None:
     stack.large.by_cost = PrefillCheaper("read them")
     assert report(await stack.escalate())["path"] == "mapped"
-    assert stack.large.made("transfer")[0]["by_cost"] is False
+    assert stack.large.requests("transfer")[0]["by_cost"] is False
 
 
 def fallbacks(stack: Stack) -> float:
@@ -89,7 +89,7 @@ def fallbacks(stack: Stack) -> float:
 
 async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:
     reply = await stack.escalate()
-    (transfer,) = stack.large.made("transfer")
+    (transfer,) = stack.large.requests("transfer")
     assert transfer["num_tokens"] == report(reply)["handoff_tokens"] == NUM_TOKENS - 64
     assert transfer["native_head"] == 4
     assert transfer["source_worker"] == "small-0"
@@ -99,9 +99,9 @@ async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> Non
 async def test_a_forced_escalation_lets_the_small_model_read_and_not_write(stack: Stack) -> None:
     reply = await stack.escalate()
     assert report(reply)["forced"] is True
-    assert len(stack.small.made("prefill")) == 1
-    assert "stable_messages" not in stack.small.made("prefill")[0]
-    assert stack.small.made("chat") == stack.small.made("cached_chat") == []
+    assert len(stack.small.requests("prefill")) == 1
+    assert "stable_messages" not in stack.small.requests("prefill")[0]
+    assert stack.small.requests("chat") == stack.small.requests("cached_chat") == []
 
 
 async def test_times_are_told(stack: Stack) -> None:
@@ -117,14 +117,14 @@ async def test_a_short_prompt_is_not_worth_a_handoff(stack: Stack) -> None:
     short = [{"role": "user", "content": "Why?"}]
     reply = await stack.escalate(short)
     assert (report(reply)["path"], text(reply)) == ("prefill", right_answer(stack.large, short))
-    assert stack.large.made("transfer") == []
+    assert stack.large.requests("transfer") == []
 
 
 @pytest.mark.parametrize(("model", "tier"), [("small", "small"), ("large", "large"), ("fake-large", "large")])
 async def test_a_model_by_name_answers_itself(stack: Stack, model: str, tier: str) -> None:
     reply = await stack.chat(model=model)
     assert (report(reply)["tier"], report(reply)["forced"], report(reply)["path"]) == (tier, True, "prefill")
-    assert len((stack.small if tier == "small" else stack.large).made("chat")) == 1
+    assert len((stack.small if tier == "small" else stack.large).requests("chat")) == 1
 
 
 async def test_the_fixed_policy_takes_its_tier() -> None:
@@ -144,9 +144,9 @@ async def test_an_escalation_goes_before_all_other_work(stack: Stack, transfers:
     if not transfers:
         stack.large.fail("transfer", BundleUnusable("none"))
     await stack.escalate()
-    (asked,) = stack.large.made("cached_chat" if transfers else "chat")
+    (asked,) = stack.large.requests("cached_chat" if transfers else "chat")
     assert asked["priority"] == ESCALATION_PRIORITY
-    assert all(call["priority"] == 0 for call in stack.small.made("cached_chat") + stack.small.made("chat"))
+    assert all(call["priority"] == 0 for call in stack.small.requests("cached_chat") + stack.small.requests("chat"))
 
 
 async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
@@ -155,7 +155,7 @@ async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
     reply = await stack.escalate(follow_up(MESSAGES, mapped, "And then?"), exact=True)
     assert report(reply)["path"] == "prefill"
     assert report(reply)["mapped_tokens"] == 0
-    assert stack.large.made("chat")[-1]["kv_transfer_params"]["require_exact"] is True
+    assert stack.large.requests("chat")[-1]["kv_transfer_params"]["require_exact"] is True
 
 
 async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
@@ -170,7 +170,7 @@ async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
     cascaded = await stack.chat(kvrelay={"no_cache": True})
     assert (report(cascaded)["tier"], report(cascaded)["path"]) == ("large", "prefill")
     assert (len(stack.large.caches), len(stack.small.caches)) == before
-    assert len(stack.large.made("transfer")) == 1
+    assert len(stack.large.requests("transfer")) == 1
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -179,13 +179,13 @@ async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: fl
         first = await stack.escalate()
         second = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
         assert report(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
-        asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.made("cached_chat")]
+        asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.requests("cached_chat")]
         assert asked == [share == 1.0, False]
 
 
 async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
     reply = await stack.escalate(agreement_probe=16)
-    assert stack.large.made("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16
+    assert stack.large.requests("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16
     assert (report(reply)["top1_agreement"], report(reply)["full_prefill_ms"]) == (0.875, 50.0)
 
 
@@ -195,15 +195,15 @@ async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack
     reply = await stack.escalate(second)
     assert report(reply)["path"] == "mapped"
     assert text(reply) == right_answer(stack.large, second)
-    assert len(stack.large.made("transfer")) == 1, "its own cache was there"
-    assert len(stack.small.made("prefill")) == 1, "the small model is not asked for what the large one holds"
+    assert len(stack.large.requests("transfer")) == 1, "its own cache was there"
+    assert len(stack.small.requests("prefill")) == 1, "the small model is not asked for what the large one holds"
 
 
 async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
     first = await stack.chat(model="large")
     reply = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
     assert report(reply)["path"] == "exact"
-    assert stack.large.made("transfer") == []
+    assert stack.large.requests("transfer") == []
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 600
 
 
@@ -228,14 +228,14 @@ async def test_a_shared_stable_part_is_found_by_another_conversation(stack: Stac
     await stack.chat(model="large")
     reply = await stack.chat([SYSTEM, {"role": "user", "content": "Something else?"}], model="large")
     assert report(reply)["path"] == "exact"
-    assert len(stack.large.made("cached_chat")) == 1
+    assert len(stack.large.requests("cached_chat")) == 1
 
 
 async def test_the_client_marks_the_stable_part(stack: Stack) -> None:
     document = {"type": "text", "text": SYSTEM["content"], "cache_control": {"type": "ephemeral"}}
     marked = [{"role": "user", "content": [document]}, USER]
     await stack.chat(marked, model="large")
-    (asked,) = stack.large.made("chat")
+    (asked,) = stack.large.requests("chat")
     assert asked["stable_messages"] == 1
     assert asked["messages"][0] == {"role": "user", "content": SYSTEM["content"]}, "the mark is the gateway's business"
 
@@ -253,7 +253,7 @@ async def test_a_tool_call_comes_whole(stack: Stack) -> None:
     choice = reply.json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"x": 1}'}
-    assert stack.large.made("chat")[0]["tools"] == tools
+    assert stack.large.requests("chat")[0]["tools"] == tools
 
 
 async def test_tools_are_rendered_alike_by_all_who_read_them(stack: Stack) -> None:
@@ -262,7 +262,7 @@ async def test_tools_are_rendered_alike_by_all_who_read_them(stack: Stack) -> No
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters, "strict": None}}]
     reply = await stack.chat(tools=tools, kvrelay={"policy": "always_escalate"})
     assert report(reply)["path"] == "mapped"
-    read, carried_on = stack.small.made("prefill")[0], stack.large.made("cached_chat")[0]
+    read, carried_on = stack.small.requests("prefill")[0], stack.large.requests("cached_chat")[0]
     assert read["tools"] == carried_on["tools"] == tools
 
 
@@ -270,7 +270,7 @@ async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
     first, second = await stack.chat(), await stack.chat()
     assert (report(first)["path"], report(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"
     assert (report(first)["cached_tokens"], report(second)["cached_tokens"]) == (0, NUM_TOKENS)
-    assert len(stack.small.made("prefill")) == 1, "the same prompt is not read again"
+    assert len(stack.small.requests("prefill")) == 1, "the same prompt is not read again"
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 1
 
 

@@ -73,7 +73,8 @@ async def test_an_id_of_another_tenant_is_as_unknown_as_one_that_never_was(stack
     assert (refused.status_code, refused.json()) == (404, {"error": error})
     reply = await ask(stack, cache_id)
     assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, MESSAGES), "fallback:cache_not_found")
-    assert not stack.large.made("transfer") and not stack.large.made("cached_chat") + stack.small.made("cached_chat")
+    assert not stack.large.requests("transfer")
+    assert not stack.large.requests("cached_chat") + stack.small.requests("cached_chat")
 
 
 async def test_a_cache_that_its_worker_lost_is_a_full_prefill(stack: Stack) -> None:
@@ -184,4 +185,4 @@ async def test_every_access_leaves_a_line(stack: Stack) -> None:
     ]
     assert {line["tenant"] for line in lines} == {"acme"} and len({line["request_id"] for line in lines}) == 3
     assert "word41" not in str(logged) and KEYS["acme"] not in str(logged)
-    assert stack.small.made("prefill")[0]["tenant_salt"] != "ab" * 32
+    assert stack.small.requests("prefill")[0]["tenant_salt"] != "ab" * 32

@@ -36,15 +36,15 @@ async def test_a_text_is_continued_and_looks_as_openai_writes_it(stack: Stack) -
     body = reply.json()
     assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
     assert body["choices"][0]["logprobs"] is None and body["choices"][0]["finish_reason"] == "stop"
-    assert stack.small.made("prefill")[0]["prefix"] == PROMPT
-    assert stack.small.made("cached_complete")[0]["max_tokens"] == 16, "OpenAI's default"
+    assert stack.small.requests("prefill")[0]["prefix"] == PROMPT
+    assert stack.small.requests("cached_complete")[0]["max_tokens"] == 16, "OpenAI's default"
 
 
 async def test_it_is_handed_over(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await complete(stack)
     assert (text(reply), report(reply)["path"]) == (right(stack.large), "mapped")
-    assert len(stack.large.made("cached_complete")) == 1
+    assert len(stack.large.requests("cached_complete")) == 1
 
 
 async def test_it_falls_back(stack: Stack) -> None:
@@ -85,7 +85,7 @@ async def test_the_official_client_streams_it() -> None:
     assert offsets == sorted(offsets) and offsets[1] == len(choices[1].text)
     usage = chunks[-1].usage
     assert usage is not None and usage.completion_tokens == 7
-    assert stack.small.made("chat")[0]["messages"][0]["content"] == PROMPT, "the verifier asks in words"
+    assert stack.small.requests("chat")[0]["messages"][0]["content"] == PROMPT, "the verifier asks in words"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ async def hang_up_once_called(stack: Stack, worker: FakeWorker, call: str, **fie
     async with httpx.AsyncClient(base_url=stack.url) as client:
         body = {"model": "auto", "messages": MESSAGES} | fields
         task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        await eventually(lambda: bool(worker.made(call)))
+        await eventually(lambda: bool(worker.requests(call)))
         task.cancel()
         await asyncio.wait({task})
 

@@ -63,16 +63,16 @@ async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) 
         stack.small.stall("cached_chat", after=3)
         asking = asyncio.create_task(stack.chat())
         if speculate_after:
-            await eventually(lambda: bool(stack.large.made("transfer")), within_s=20)
+            await eventually(lambda: bool(stack.large.requests("transfer")), within_s=20)
         else:
-            await eventually(lambda: bool(stack.small.made("cached_chat")), within_s=20)
+            await eventually(lambda: bool(stack.small.requests("cached_chat")), within_s=20)
             await asyncio.sleep(1.0)
-            assert not stack.large.made("transfer"), "nobody has given the small model up yet"
+            assert not stack.large.requests("transfer"), "nobody has given the small model up yet"
         stack.small.heal()  # it writes on
         kvrelay = report(reply := await asking)
         assert text(reply) == right_answer(stack.large, MESSAGES)
         assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
-        assert len(stack.large.made("transfer")) == 1
+        assert len(stack.large.requests("transfer")) == 1
         await eventually(lambda: stack.small.num_hang_ups == 1)
         assert stack.metric("early_handoffs_total", result="used") == (1 if speculate_after else 0)
 
@@ -96,8 +96,8 @@ async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
         assert text(reply) == right_answer(stack.small, MESSAGES)
         assert report(reply)["transfer_ms"] is None and report(reply)["early_handoff"] is False
         await eventually(lambda: stack.metric("early_handoffs_total", result="dropped") == 1)
-        assert len(stack.large.made("transfer")) == 1
-        assert not stack.large.made("drop"), "another request may be answering from the same cache"
+        assert len(stack.large.requests("transfer")) == 1
+        assert not stack.large.requests("drop"), "another request may be answering from the same cache"
         assert not (transfer_s and stack.large.caches), "it was cancelled"
         assert stack.metric("num_requests_running", tier="large") == 0
 

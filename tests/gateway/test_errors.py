@@ -249,7 +249,7 @@ async def test_a_failing_worker_does(stack: Stack) -> None:
     for _ in range(8):
         await stack.chat()
     assert stack.metric("circuit_state", target="small-0") == 2
-    assert len(stack.small.made("prefill")) == 4, "then it is left alone"
+    assert len(stack.small.requests("prefill")) == 4, "then it is left alone"
     assert stack.metric("circuit_transitions_total", target="small-0", to="open") == 1
 
 

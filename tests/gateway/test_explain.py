@@ -54,7 +54,7 @@ async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> No
             stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
         )
         stack.small.delay("tokenize", 30.0)
-        await eventually(lambda: len(stack.small.made("tokenize")) == 2)
+        await eventually(lambda: len(stack.small.requests("tokenize")) == 2)
         asking.cancel()
         await eventually(lambda: stack.small.num_hang_ups == 1)
         await eventually(lambda: stack.metric("client_disconnects_total", phase="admission") == 1)
@@ -65,7 +65,7 @@ async def test_an_explanation_is_one_of_the_requests_that_a_tenant_may_have_in_f
         stack.small.delay("tokenize", 1.0)
         body = {"model": "auto", "messages": MESSAGES}
         first = asyncio.create_task(stack.http.post("/v1/cascade/explain", json=body))
-        await eventually(lambda: bool(stack.small.made("tokenize")))
+        await eventually(lambda: bool(stack.small.requests("tokenize")))
         assert (await stack.http.post("/v1/cascade/explain", json=body)).status_code == 429
         assert (await first).status_code == 200
 

@@ -77,7 +77,7 @@ async def test_every_fault_in_every_phase_ends_in_the_right_answer(phase: str, f
         assert reply.headers["x-kvrelay-path"] == path
         assert report(reply)["tier"] == "large"
         assert stack.metric("full_prefill_fallback_total", reason=path.removeprefix("fallback:")) == 1
-        assert stack.large.made("chat"), "the answer was read natively"
+        assert stack.large.requests("chat"), "the answer was read natively"
         assert report(reply)["mapper"] is report(reply)["handoff_tokens"] is report(reply)["transfer_ms"] is None
 
 
@@ -117,7 +117,7 @@ async def test_the_clients_mistake_is_told_at_once(stack: Stack) -> None:
     stack.small.fail("prefill", InvalidRequest("no template for tools", param="tools"))
     reply = await stack.chat()
     assert reply.status_code == 400
-    assert stack.large.made("chat") == []
+    assert stack.large.requests("chat") == []
 
 
 async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
@@ -126,7 +126,7 @@ async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
         await stack.check_health()
         reply = await stack.escalate()
         assert (report(reply)["path"], text(reply)) == ("fallback:no_time", right_answer(stack.large, MESSAGES))
-        assert stack.large.made("transfer") == []
+        assert stack.large.requests("transfer") == []
 
 
 async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
@@ -137,7 +137,7 @@ async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
         started = time.monotonic()
         reply = await stack.escalate()
         assert report(reply)["path"] == "fallback:deadline_exceeded"
-        assert stack.large.made("transfer")[0]["deadline_ms"] <= 120.0
+        assert stack.large.requests("transfer")[0]["deadline_ms"] <= 120.0
         assert time.monotonic() - started < 2.0
 
 
@@ -149,7 +149,7 @@ async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_mode
         kvrelay = report(await stack.escalate())
         assert kvrelay["path"] == "mapped"
         handed_over = kvrelay["handoff_tokens"]
-        assert stack.large.made("transfer")[0]["deadline_ms"] == pytest.approx(1000 * handed_over / 50, rel=0.05)
+        assert stack.large.requests("transfer")[0]["deadline_ms"] == pytest.approx(1000 * handed_over / 50, rel=0.05)
 
 
 async def test_the_source_frozen_between_prefill_and_transfer(stack: Stack) -> None:
@@ -177,7 +177,7 @@ async def test_a_small_worker_known_to_be_down_is_not_waited_for(stack: Stack) -
     await stack.check_health()
     await stack.check_health()
     assert report(await stack.chat())["path"] == "fallback:small_no_usable_worker"
-    assert stack.small.made("prefill") == []
+    assert stack.small.requests("prefill") == []
 
 
 async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None:
@@ -268,7 +268,7 @@ async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert report(reply)["tier"] == "small"
     assert stack.metric("prefix_lookup_stale_total", tier="small") == 1
-    assert len(stack.small.made("prefill")) == 2, "read anew"
+    assert len(stack.small.requests("prefill")) == 2, "read anew"
 
 
 async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None:
@@ -278,7 +278,7 @@ async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None
     await stack.chat()
     assert stack.metric("worker_restarts_total", target="small-0") == 1
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
-    asked = [body["kv_transfer_params"]["cache_id"] for body in stack.small.made("cached_chat")]
+    asked = [body["kv_transfer_params"]["cache_id"] for body in stack.small.requests("cached_chat")]
     assert len(set(asked)) == 2, "the cache of the first epoch is forgotten"
 
 
@@ -288,7 +288,7 @@ async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stac
     second = follow_up(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
     assert (report(reply)["path"], text(reply)) == ("mapped", right_answer(stack.large, second))
-    assert len(stack.large.made("transfer")) == 2
+    assert len(stack.large.requests("transfer")) == 2
     assert stack.metric("prefix_lookup_stale_total", tier="large") == 1
 
 

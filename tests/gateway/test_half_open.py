@@ -84,7 +84,7 @@ async def test_a_trial_that_fails_ends_the_waiting(caller: str) -> None:
         replies = await asyncio.gather(*(ask(stack) for _ in range(4)))
         assert sorted(reply.status_code for reply in replies) == [502, 503, 503, 503]
         assert {reply.headers.get("retry-after") for reply in replies if reply.status_code == 503} == {"1"}
-        assert len(getattr(stack, name).made(call)) == 1, "one trial: no call beside it, and no wait for a second"
+        assert len(getattr(stack, name).requests(call)) == 1, "one trial: no call beside it, and no wait for a second"
 
 
 @pytest.mark.parametrize("caller", CALLERS)
@@ -95,7 +95,7 @@ async def test_a_circuit_that_stays_open_longer_than_the_request_may_take_fails_
         assert (await ask(stack)).status_code == 503
         assert time.monotonic() - started < 2.0
         name, call, _ = CALLERS[caller]
-        assert getattr(stack, name).made(call) == []
+        assert getattr(stack, name).requests(call) == []
 
 
 async def test_who_waits_stands_in_the_tiers_queue() -> None:
@@ -116,7 +116,7 @@ async def test_a_tier_is_ready_while_its_trial_is_under_way() -> None:
     async with in_process(breaker=BREAKER) as stack:
         ask = await opened(stack, "large by name")
         trial = asyncio.create_task(ask(stack))
-        await eventually(lambda: len(stack.large.made("chat")) == 1)
+        await eventually(lambda: len(stack.large.requests("chat")) == 1)
         assert await ready(stack) == {"small": True, "large": True}
         assert (await trial).status_code == 200
 
@@ -174,7 +174,7 @@ async def test_who_is_let_through_late_has_time_left_for_the_call() -> None:
         ask = await opened(stack, "large by name")
         stack.large.delay("chat", 0.6)
         assert (await ask(stack)).status_code == 503
-        assert stack.large.made("chat") == [], "it would have had 0.3 s"
+        assert stack.large.requests("chat") == [], "it would have had 0.3 s"
 
 
 async def test_a_handed_over_cache_does_not_go_to_a_worker_whose_answers_fail() -> None:
@@ -183,7 +183,7 @@ async def test_a_handed_over_cache_does_not_go_to_a_worker_whose_answers_fail() 
         await opened(stack, "large by name")
         body = {"cache_id": cache_id, "target_model": "large"}
         assert (await stack.http.post("/v1/cache/transfer", json=body)).status_code == 503
-        assert stack.large.made("transfer") == []
+        assert stack.large.requests("transfer") == []
 
 
 async def test_a_handed_over_cache_waits_for_a_trial_of_the_workers_answers() -> None:
@@ -274,7 +274,7 @@ async def test_whoever_of_a_tier_is_let_through_to_first_is_asked(waits_for: str
             await asyncio.sleep(0.3)
             trip(circuit_of(worker_of(stack, name), waits_for))
         assert (await reply_of(stack, waits_for)).status_code == 200
-        assert other.made(CALLS[waits_for]) and not stack.large.made(CALLS[waits_for])
+        assert other.requests(CALLS[waits_for]) and not stack.large.requests(CALLS[waits_for])
 
 
 @pytest.mark.parametrize("waits_for", ["answer", "transfer"])
@@ -286,14 +286,14 @@ async def test_who_comes_back_while_others_wait_is_asked(waits_for: str) -> None
         waiting = await waiting_for(stack, waits_for)
         second.is_drained = False
         assert (await asyncio.wait_for(waiting, 1.0)).status_code == 200
-        assert other.made(CALLS[waits_for])
+        assert other.requests(CALLS[waits_for])
 
 
 async def test_a_handoff_goes_to_whoever_takes_any() -> None:
     async with two_large(breaker=BREAKER | {"open_s": 60.0}) as (stack, other):
         trip(worker_of(stack, "large-0").transfers)
         assert report(await stack.escalate())["path"] == "mapped"
-        assert other.made("transfer")
+        assert other.requests("transfer")
         trip(worker_of(stack, "large-1").transfers)
         another = [{"role": "system", "content": f"Another document. {LONG}"}, MESSAGES[-1]]
         assert report(await stack.escalate(another))["path"] == "fallback:circuit_open"
@@ -332,12 +332,12 @@ async def test_a_question_about_an_answer_waits_too() -> None:
         await gone(stack)
         stack.small.stall("cached_chat", after=1)
         asking = asyncio.create_task(stack.chat())
-        await eventually(lambda: len(stack.small.made("cached_chat")) == 1)
+        await eventually(lambda: len(stack.small.requests("cached_chat")) == 1)
         trip(worker_of(stack, "small-0").breaker)
         stack.small.heal()
         found = report(await asking)
         assert (found["tier"], found["path"], found["reason"]) == ("small", "prefill", "verified")
-        assert len(stack.small.made("cached_chat")) == 2
+        assert len(stack.small.requests("cached_chat")) == 2
 
 
 async def from_named_cache(stack: Stack, cache_id: str) -> dict[str, Any]:
@@ -358,4 +358,4 @@ async def test_nobody_waits_for_a_cache_where_another_worker_can_read_in_full() 
         trip(worker_of(stack, "large-0").breaker)
         started = time.monotonic()
         assert (await from_named_cache(stack, cache_id))["path"] == "fallback:large_circuit_open"
-        assert time.monotonic() - started < 2.0 and len(other.made("chat")) == 1
+        assert time.monotonic() - started < 2.0 and len(other.requests("chat")) == 1

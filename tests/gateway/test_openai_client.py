@@ -70,7 +70,7 @@ async def test_its_own_message_comes_back_as_the_turn_after(client: AsyncOpenAI,
     following = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And then?"}]
     reply = await client.chat.completions.create(model="auto", messages=following, extra_body=extra)
     assert kvrelay_field(reply)["path"] == "mapped"
-    assert len(stack.large.made("transfer")) == 1, "the cache of the first answer was found"
+    assert len(stack.large.requests("transfer")) == 1, "the cache of the first answer was found"
 
 
 async def test_models(client: AsyncOpenAI) -> None:
@@ -109,7 +109,7 @@ async def test_what_no_retry_mends_is_not_retried(client: AsyncOpenAI, stack: St
     stack.large.fail("chat", InvalidRequest("bad"))
     with pytest.raises(openai.BadRequestError):
         await client.with_options(max_retries=2).chat.completions.create(model="large", messages=MESSAGES)
-    assert len(stack.large.made("chat")) == 1
+    assert len(stack.large.requests("chat")) == 1
 
 
 async def test_a_stream_that_breaks_raises(client: AsyncOpenAI, stack: Stack) -> None:

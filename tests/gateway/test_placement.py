@@ -40,7 +40,7 @@ async def test_documents_spread_and_their_turns_stay() -> None:
             second = await stack.chat(after := follow_up(messages, first, "And then?"))
             assert text(second) == right_answer(stack.small, after)
         for worker in (stack.small, other):
-            asked = [call["messages"][0]["content"] for call in worker.made("prefill")]
+            asked = [call["messages"][0]["content"] for call in worker.requests("prefill")]
             assert len(asked) == 4 and len(set(asked)) == 2, "two documents each, both turns of them"
 
 
@@ -48,7 +48,7 @@ async def test_a_handoff_reads_from_the_worker_that_has_read() -> None:
     async with two_small() as (stack, other):
         await stack.chat(document(0))
         assert report(await stack.escalate(document(1)))["path"] == "mapped"
-        assert stack.large.made("transfer")[0]["source_worker"] == "small-1" and other.made("prefill")
+        assert stack.large.requests("transfer")[0]["source_worker"] == "small-1" and other.requests("prefill")
 
 
 @pytest.mark.parametrize(("num_calls", "stays"), [(AFFINITY_SLACK, True), (AFFINITY_SLACK + 1, False)])
@@ -57,7 +57,7 @@ async def test_a_prefix_is_not_worth_any_queue(num_calls: int, stays: bool) -> N
         first = await stack.chat()
         tier_of(stack).workers["small-0"].num_in_flight = num_calls
         second = await stack.chat(follow_up(MESSAGES, first, "And then?"))
-        assert (len(stack.small.made("prefill")) == 2) is stays and report(second)["tier"] == "small"
+        assert (len(stack.small.requests("prefill")) == 2) is stays and report(second)["tier"] == "small"
 
 
 async def test_who_is_avoided_or_not_usable_is_not_picked() -> None:

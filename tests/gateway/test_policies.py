@@ -235,7 +235,7 @@ async def test_a_score_over_the_likeliest_tokens_asks_for_them(score: str) -> No
     async with in_process(policy=policy) as stack:
         reply = await stack.chat(logprobs=True, top_logprobs=1)
         assert report(reply)["tier"] == "small"
-        assert stack.small.made("cached_chat")[0]["top_logprobs"] >= 2
+        assert stack.small.requests("cached_chat")[0]["top_logprobs"] >= 2
         (_, second, *_) = reply.json()["choices"][0]["logprobs"]["content"]
         assert len(second["top_logprobs"]) == 1, "the client gets what it asked for"
         stack.small.logprob = math.log(0.3)
@@ -254,7 +254,7 @@ async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str,
         answer = await stack.chat()
         answering = stack.small if reply == "Yes" else stack.large
         assert text(answer) == right_answer(answering, MESSAGES)
-        asked = stack.small.made("cached_chat")[-1]
+        asked = stack.small.requests("cached_chat")[-1]
         assert asked["messages"][-2]["content"] == right_answer(stack.small, MESSAGES)
         assert (asked["max_tokens"], asked["kv_transfer_params"]["store"]) == (1, False)
         assert stack.metric("num_requests_running", tier="small") == 0
@@ -265,7 +265,7 @@ async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answe
         stack.small.answers_to = {"Right?": "No"}
         stack.large.delay("cached_chat", 10.0)
         asking = asyncio.create_task(stack.chat())
-        await eventually(lambda: bool(stack.large.made("cached_chat")))
+        await eventually(lambda: bool(stack.large.requests("cached_chat")))
         assert stack.metric("num_requests_running", tier="small") == 0
         stack.large.heal()
         assert report(await asking)["tier"] == "large"

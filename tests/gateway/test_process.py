@@ -86,7 +86,7 @@ async def test_it_tells_where_it_listens_answers_and_drains_on_sigterm(tmp_path:
                 large.token_s = 0.3  # seven words: about two seconds
                 body = {"model": "large", "messages": MESSAGES}
                 under_way = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-                await eventually(lambda: bool(large.made("chat")))
+                await eventually(lambda: bool(large.requests("chat")))
                 process.send_signal(signal.SIGTERM)
                 await asyncio.sleep(0.1)
                 assert (await http.get("/readyz")).status_code == 503

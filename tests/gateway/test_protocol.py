@@ -171,7 +171,7 @@ async def test_one_request_at_a_time(stack: Stack, next_request: bytes, together
     async with connected(stack) as (reader, writer):
         writer.write(CHAT + next_request if together else CHAT)
         if not together:
-            await eventually(lambda: bool(stack.large.made("chat")))
+            await eventually(lambda: bool(stack.large.requests("chat")))
             writer.write(next_request)
         status, headers, _ = await answer(reader)
         assert (status, headers["connection"]) == (200, "close"), "the client knows that the other went unread"
@@ -182,7 +182,7 @@ async def test_a_hang_up_is_heard_behind_another_request(stack: Stack) -> None:
     stack.large.delay("chat", 30.0)
     async with connected(stack) as (_, writer):
         writer.write(CHAT + LIVEZ)
-        await eventually(lambda: bool(stack.large.made("chat")))
+        await eventually(lambda: bool(stack.large.requests("chat")))
     await eventually(lambda: stack.large.num_hang_ups == 1, within_s=1.0)
 
 

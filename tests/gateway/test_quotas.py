@@ -200,7 +200,7 @@ async def test_a_client_that_hangs_up_while_it_is_queued_for_is_not_charged(mode
 async def hang_up_once_called(stack: Stack, path: str, call: str, **body: Any) -> None:
     stack.small.delay(call, 30.0)
     asking = asyncio.create_task(stack.http.post(path, json=body))
-    await eventually(lambda: bool(stack.small.made(call)))
+    await eventually(lambda: bool(stack.small.requests(call)))
     asking.cancel()
     await asyncio.wait({asking})
 

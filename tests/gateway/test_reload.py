@@ -35,7 +35,7 @@ async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
     async with live_stack(policy=SMALL, deadlines={"request_s": 20.0}) as stack:
         stack.small.token_s = 0.15
         under_way = asyncio.create_task(stack.chat())
-        await eventually(lambda: bool(stack.small.made("chat")))
+        await eventually(lambda: bool(stack.small.requests("chat")))
         before = of(stack).current
         changed = before.settings.model_dump() | {"policy": LARGE, "deadlines": {"request_s": 10.0}}
         changed["workers"] = {"large-0": changed["workers"]["large-0"]}
@@ -248,7 +248,7 @@ async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path
             async with httpx.AsyncClient(base_url=url, timeout=20) as http:
                 small.token_s = 0.01
                 load = asyncio.create_task(keep_asking(http))
-                await eventually(lambda: bool(small.made("chat")), within_s=20)
+                await eventually(lambda: bool(small.requests("chat")), within_s=20)
                 replace(config, {"policy": LARGE})
                 await exported(http, "kvrelay_config_generation 2.0")
                 tiers = await load

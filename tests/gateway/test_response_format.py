@@ -24,7 +24,7 @@ async def having(stack: Stack, *, small: tuple[str, ...] = ("text",), large: tup
 
 def given(stack: Stack) -> list[Any]:
     """The forms that workers were asked for."""
-    made = [worker.made(call) for worker in (stack.small, stack.large) for call in ("chat", "cached_chat")]
+    made = [worker.requests(call) for worker in (stack.small, stack.large) for call in ("chat", "cached_chat")]
     return [body.get("response_format") for bodies in made for body in bodies]
 
 

@@ -43,7 +43,7 @@ async def test_the_large_one_over_a_handed_over_cache(stack: Stack) -> None:
     reply = await stack.escalate()
     assert text(reply) == right_answer(stack.large, MESSAGES)
     assert report(reply)["path"] == "fallback:large_deadline_exceeded"
-    assert len(stack.large.made("chat")) == 1
+    assert len(stack.large.requests("chat")) == 1
     counted = {path: stack.metric("time_to_first_token_seconds_count", tier="large", path=path) for path in PATHS}
     assert counted == {"mapped": 0, "fallback": 1}, "as the answer that was told, and not the one that stalled"
 

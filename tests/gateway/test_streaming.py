@@ -115,7 +115,7 @@ async def test_after_content_an_error_is_one_frame_and_the_end(stack: Stack, how
     assert "[DONE]" not in frames
     await eventually(lambda: stack.metric("requests_total", model="large", status="502") == 1)
     assert joined(frames[:-1]) == " ".join(right_answer(stack.large, MESSAGES).split()[:3])
-    assert stack.large.made("chat") and len(stack.large.calls) - len(stack.large.made("info")) < 10
+    assert stack.large.requests("chat") and len(stack.large.calls) - len(stack.large.requests("info")) < 10
 
 
 async def test_a_broken_answer_is_an_error_where_nothing_was_sent_yet(stack: Stack) -> None:
@@ -134,7 +134,7 @@ async def test_a_broken_small_answer_gives_its_place_back_at_once(stack: Stack) 
     stack.small.cut_after = 2
     stack.large.delay("chat", 0.5)
     request = asyncio.create_task(stack.chat())
-    await eventually(lambda: bool(stack.large.made("chat")))
+    await eventually(lambda: bool(stack.large.requests("chat")))
     assert stack.metric("num_requests_running", tier="small") == 0
     assert (await request).status_code == 200
 
@@ -143,7 +143,7 @@ async def test_another_models_text_is_never_spliced_in(stack: Stack) -> None:
     stack.small.cut_after = 5  # judged and begun, then gone
     _, frames = await streamed(stack)
     assert "error" in orjson.loads(frames[-1])
-    assert stack.large.made("chat") == []
+    assert stack.large.requests("chat") == []
 
 
 async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack) -> None:
@@ -160,7 +160,7 @@ async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack)
 async def test_a_replacement_that_breaks_too_is_an_error(stack: Stack) -> None:
     stack.small.cut_after, stack.large.break_after = 5, 3
     assert (await stack.chat()).status_code == 502
-    assert len(stack.large.made("chat")) == 1
+    assert len(stack.large.requests("chat")) == 1
 
 
 async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) -> None:
@@ -217,7 +217,7 @@ async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> N
     answer = {"role": "assistant", "content": joined(frames)}
     reply = await stack.escalate([*MESSAGES, answer, {"role": "user", "content": "And then?"}])
     assert report(reply)["path"] == "mapped"
-    assert len(stack.large.made("transfer")) == 1
+    assert len(stack.large.requests("transfer")) == 1
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ async def test_a_worker_may_tell_seldom_what_nobody_reads_along(
     stack: Stack, fields: dict[str, Any], seldom: bool
 ) -> None:
     await stack.http.post("/v1/chat/completions", json=body(**fields))
-    asked = [*stack.large.made("chat"), *stack.small.made("cached_chat")][0]
+    asked = [*stack.large.requests("chat"), *stack.small.requests("cached_chat")][0]
     assert asked["stream_options"]["include_usage"]
     assert (asked["stream_options"]["interval_ms"] > 0) == seldom

@@ -60,7 +60,7 @@ async def test_health_needs_no_key(stack: Stack) -> None:
 async def test_every_tenant_has_its_own_salt(stack: Stack) -> None:
     for tenant in KEYS:
         await ask(stack, tenant)
-    salts = {body["tenant_salt"] for body in stack.small.made("prefill")}
+    salts = {body["tenant_salt"] for body in stack.small.requests("prefill")}
     assert len(salts) == 2
     assert not salts & {hashlib.sha256(name.encode()).hexdigest() for name in KEYS}, "not to be had without the secret"
 
@@ -68,7 +68,7 @@ async def test_every_tenant_has_its_own_salt(stack: Stack) -> None:
 async def test_a_salt_of_the_clients_is_overwritten(stack: Stack) -> None:
     await ask(stack, "acme")
     await ask(stack, "acme", tenant_salt="ab" * 32, cache_salt="cd" * 32, model="large")
-    salts = {body["tenant_salt"] for body in stack.small.made("prefill") + stack.large.made("chat")}
+    salts = {body["tenant_salt"] for body in stack.small.requests("prefill") + stack.large.requests("chat")}
     assert len(salts) == 1
     assert salts.isdisjoint({"ab" * 32, "cd" * 32})
 
@@ -145,7 +145,7 @@ ONLY = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["fa
 async def test_a_tenant_uses_the_models_that_it_may() -> None:
     async with in_process(tenants=ONLY) as stack:
         assert report(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
-        assert not stack.small.made("prefill"), "the small model does not even read for it"
+        assert not stack.small.requests("prefill"), "the small model does not even read for it"
         refused = await ask(stack, "acme", model="small")
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         assert "allowed: large" in refused.json()["error"]["message"]

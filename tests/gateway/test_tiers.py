@@ -62,17 +62,17 @@ async def test_up_to_the_first_tier_that_is_sure(
         answering = {"small": stack.small, "mid": middle, "large": stack.large}[tier]
         assert (text(reply), report(reply)["tier"]) == (right_answer(answering, MESSAGES), tier)
         assert (report(reply)["reason"], report(reply)["path"]) == (reason, "prefill" if tier == "small" else "mapped")
-        asked = [worker.name for worker in (stack.small, middle, stack.large) if worker.made("cached_chat")]
+        asked = [worker.name for worker in (stack.small, middle, stack.large) if worker.requests("cached_chat")]
         between = ["mid-0"] if tier == "mid" or (mid == UNSURE) else []
         assert asked == ["small-0", *between, *(["large-0"] if tier == "large" else [])]
-        for call in (*middle.made("transfer"), *stack.large.made("transfer")):
+        for call in (*middle.requests("transfer"), *stack.large.requests("transfer")):
             assert call["source_worker"] == "small-0", "what was mapped is not mapped again"
 
 
 async def test_a_forced_escalation_goes_past_the_middle() -> None:
     async with three() as (stack, mid):
         assert report(await stack.escalate())["tier"] == "large"
-        assert not mid.made("transfer") and not mid.made("chat")
+        assert not mid.requests("transfer") and not mid.requests("chat")
 
 
 @pytest.mark.parametrize("call", ["transfer", "cached_chat"])
@@ -111,7 +111,7 @@ async def test_a_middle_tier_that_stands_still_leaves_time_for_the_one_above(cal
         for late in ("chat", "cached_chat"):
             stack.large.delay(late, 0.4)
         assert report(await stack.chat(kvrelay={"exact": exact}))["tier"] == "large"
-        assert bool(mid.made("transfer")) is not exact
+        assert bool(mid.requests("transfer")) is not exact
 
 
 async def test_it_has_all_of_it_where_nobody_else_is_there() -> None:
@@ -139,12 +139,12 @@ async def test_after_six_turns_on_small_the_whole_history_is_handed_over(stack: 
         messages = follow_up(messages, reply, f"And then, for the {number}th time?")
     moved = await stack.escalate(messages)
     assert text(moved) == right_answer(stack.large, messages)
-    (transfer,) = stack.large.made("transfer")
-    (answered,) = stack.large.made("cached_chat")
+    (transfer,) = stack.large.requests("transfer")
+    (answered,) = stack.large.requests("cached_chat")
     num_prompt = moved.json()["usage"]["prompt_tokens"]
     assert (report(moved)["path"], transfer["num_tokens"]) == ("mapped", num_prompt - 64)
     assert len(answered["messages"]) == len(messages) == 14
-    assert stack.small.made("prefill")[-1]["messages"][-1]["content"] == messages[-1]["content"]
+    assert stack.small.requests("prefill")[-1]["messages"][-1]["content"] == messages[-1]["content"]
 
 
 @asynccontextmanager
@@ -167,8 +167,8 @@ async def test_a_conversation_moved_down_is_mapped_down() -> None:
     async with with_bundle_down() as stack:
         reply = await stack.chat(messages := await talked_to_large(stack))
         assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "mapped")
-        (transfer,) = stack.small.made("transfer")
-        assert transfer["source_worker"] == "large-0" and not stack.small.made("prefill")
+        (transfer,) = stack.small.requests("transfer")
+        assert transfer["source_worker"] == "large-0" and not stack.small.requests("prefill")
         assert report(reply)["handoff_tokens"] == transfer["num_tokens"] > 1000
 
 
@@ -178,7 +178,7 @@ async def test_and_up_again_from_what_large_holds() -> None:
         stack.small.logprob = UNSURE
         reply = await stack.chat(messages)
         assert (text(reply), report(reply)["path"]) == (right_answer(stack.large, messages), "exact")
-        assert not stack.large.made("transfer") and not stack.small.made("prefill")
+        assert not stack.large.requests("transfer") and not stack.small.requests("prefill")
 
 
 @pytest.mark.parametrize("on_trial", [True, False])
@@ -188,7 +188,7 @@ async def test_a_bundle_on_trial_is_asked_for_to_be_tried_out(on_trial: bool) ->
         await stack.check_health()
         reply = await stack.chat(messages := await talked_to_large(stack))
         assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
-        assert len(stack.small.made("transfer")) == on_trial
+        assert len(stack.small.requests("transfer")) == on_trial
 
 
 @pytest.mark.parametrize("why", ["no_bundle", "exact", "fails", "short"])
@@ -202,5 +202,5 @@ async def test_else_the_small_model_reads_itself(why: str) -> None:
         messages = await talked_to_large(stack)
         reply = await stack.chat(messages, kvrelay={"exact": True} if why == "exact" else None)
         assert (text(reply), report(reply)["path"]) == (right_answer(stack.small, messages), "prefill")
-        assert len(stack.small.made("prefill")) == 1
-        assert bool(stack.small.made("transfer")) is (why == "fails")
+        assert len(stack.small.requests("prefill")) == 1
+        assert bool(stack.small.requests("transfer")) is (why == "fails")

@@ -165,7 +165,7 @@ class FakeWorker:
             return answer
         return f"{self.model} answers {zlib.crc32(' '.join(render(messages)).encode()):08x} and that is all"
 
-    def made(self, name: str) -> list[Body]:
+    def requests(self, name: str) -> list[Body]:
         """Return the bodies of the calls of one kind."""
         return [call.body for call in self.calls if call.name == name]
 
