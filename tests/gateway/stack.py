@@ -100,7 +100,7 @@ async def live_stack(*others: FakeWorker, **changes: Any) -> AsyncIterator[Stack
 
 def right_answer(worker: FakeWorker, messages: list[dict[str, Any]]) -> str:
     """What this worker answers to this very prompt, and to no other."""
-    return worker.says([Message.model_validate(message) for message in messages])
+    return worker.answer_to([Message.model_validate(message) for message in messages])
 
 
 def text(reply: httpx.Response) -> str:

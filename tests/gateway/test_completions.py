@@ -22,7 +22,7 @@ async def complete(stack: Stack, prompt: Any = PROMPT, **fields: Any) -> httpx.R
 
 
 def right(worker: FakeWorker) -> str:
-    return worker.says([Message(role="user", content=PROMPT)])
+    return worker.answer_to([Message(role="user", content=PROMPT)])
 
 
 def text(reply: httpx.Response) -> str:
@@ -71,7 +71,7 @@ async def test_logprobs_of_the_old_kind(stack: Stack) -> None:
 
 async def test_the_official_client_streams_it() -> None:
     async with live_stack(policy={"name": "verifier", "question": "Right?"}) as stack:
-        stack.small.answers_to = {"Right?": "Yes"}
+        stack.small.canned_answers = {"Right?": "Yes"}
         async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
             chunks = [
                 chunk

@@ -328,7 +328,7 @@ async def test_the_time_of_a_transfer_begins_behind_the_wait() -> None:
 
 async def test_a_question_about_an_answer_waits_too() -> None:
     async with in_process(breaker=BREAKER, policy={"name": "verifier", "question": "Right?"}) as stack:
-        stack.small.answers_to = {"Right?": "Yes"}
+        stack.small.canned_answers = {"Right?": "Yes"}
         await gone(stack)
         stack.small.stall("cached_chat", after=1)
         asking = asyncio.create_task(stack.chat())

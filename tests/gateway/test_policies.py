@@ -250,7 +250,7 @@ def verifier() -> dict[str, Any]:
 @pytest.mark.parametrize("reply", ["Yes", "No", "Perhaps"])
 async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str, Any], reply: str) -> None:
     async with in_process(policy=verifier, limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 0}) as stack:
-        stack.small.answers_to = {"Right?": reply}
+        stack.small.canned_answers = {"Right?": reply}
         answer = await stack.chat()
         answering = stack.small if reply == "Yes" else stack.large
         assert text(answer) == right_answer(answering, MESSAGES)
@@ -262,7 +262,7 @@ async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str,
 
 async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answers(verifier: dict[str, Any]) -> None:
     async with in_process(policy=verifier) as stack:
-        stack.small.answers_to = {"Right?": "No"}
+        stack.small.canned_answers = {"Right?": "No"}
         stack.large.delay("cached_chat", 10.0)
         asking = asyncio.create_task(stack.chat())
         await eventually(lambda: bool(stack.large.requests("cached_chat")))
@@ -273,6 +273,6 @@ async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answe
 
 async def test_a_verifier_that_fails_is_no_error_of_the_clients(stack: Stack, verifier: dict[str, Any]) -> None:
     async with in_process(policy=verifier) as stack:
-        stack.small.answers_to = {"Right?": ""}
+        stack.small.canned_answers = {"Right?": ""}
         reply = await stack.chat([SYSTEM, {"role": "user", "content": "Anything?"}])
         assert report(reply)["tier"] == "large"

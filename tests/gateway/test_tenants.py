@@ -196,7 +196,7 @@ async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_promp
 
 async def test_a_cache_that_is_read_to_judge_or_kept_of_a_rejected_answer_leaves_a_line_too() -> None:
     async with in_process(policy={"name": "verifier", "question": "Right?"}) as stack:
-        stack.small.answers_to = {"Right?": "No"}
+        stack.small.canned_answers = {"Right?": "No"}
         with capture_logs() as logged:
             await stack.chat()
     lines = [(line["access"], line["cache_id"]) for line in logged if line.get("worker") == "small-0"]

@@ -130,7 +130,7 @@ class ChatAnswer:
         params = request.kv_transfer_params
         kind = f"cached_{self.call}" if params and params.cache_id else self.call
         limit = request.max_tokens or (request.max_completion_tokens if isinstance(request, ChatRequest) else None)
-        words = worker.says(self.messages).split(" ")[:limit]
+        words = worker.answer_to(self.messages).split(" ")[:limit]
         try:
             early = {"kv_transfer_params": self.usage.model_dump()} if worker.reports_early else {}
             yield frame({"choices": [self.opening()]} | early)

@@ -102,7 +102,7 @@ class FakeWorker:
     logprob: float = -0.125
     first_logprobs: Sequence[float] = ()  # of the first words, instead of `logprob`
     answer: str | None = None  # replaces the generated answer
-    answers_to: Mapping[str, str] = field(default_factory=dict)  # by the text of the last message
+    canned_answers: Mapping[str, str] = field(default_factory=dict)  # by the text of the last message
     tool_call: dict[str, Any] | None = None
     response_formats: Sequence[str] = ("text",)
     max_model_len: int = 100_000
@@ -158,9 +158,9 @@ class FakeWorker:
         """Act like a process restarted on the same port: a new epoch, no caches."""
         self.stored.restart()
 
-    def says(self, messages: Sequence[Message]) -> str:
+    def answer_to(self, messages: Sequence[Message]) -> str:
         """Return the answer to these messages."""
-        answer = self.answers_to.get(messages[-1].text, self.answer)
+        answer = self.canned_answers.get(messages[-1].text, self.answer)
         if answer is not None:
             return answer
         return f"{self.model} answers {zlib.crc32(' '.join(render(messages)).encode()):08x} and that is all"

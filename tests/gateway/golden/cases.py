@@ -69,7 +69,7 @@ def scores(small: float = SURE, mid: float = SURE, token_s: float = 0.0) -> Call
 
 def verdict(text: str) -> Callable[[World], None]:
     def prepare(world: World) -> None:
-        world.small.answers_to = world.mid.answers_to = {QUESTION: text}
+        world.small.canned_answers = world.mid.canned_answers = {QUESTION: text}
 
     return prepare
 

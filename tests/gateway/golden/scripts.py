@@ -332,7 +332,7 @@ async def _(world: World) -> None:
 
 @script("verdict / the verifier's question fails", **policy("verifier"))
 async def _(world: World) -> None:
-    world.small.answers_to = {QUESTION: "Yes"}
+    world.small.canned_answers = {QUESTION: "Yes"}
     for what in ("unavailable", "late", "overloaded"):
         await world.heal()
         world.before("small-0", "chat", 2, partial(fail, world.small, "cached_chat", what))
