@@ -64,7 +64,7 @@ async def test_hanging_up_stops_the_call_under_way(
     called: FakeWorker = getattr(stack, worker)
     called.delay(call, 30.0)
     await hang_up_once_called(stack, called, call, stream=stream)
-    await eventually(lambda: called.num_hang_ups == 1)
+    await eventually(lambda: called.num_disconnects == 1)
     await eventually(lambda: stack.metric("client_disconnects_total", phase=phase) == 1)
     called.heal()
     assert text(await stack.chat()) == right_answer(stack.large, MESSAGES), "everything was given back"
@@ -94,7 +94,7 @@ async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: st
             async for line in reply.aiter_lines():
                 if "word" in line:
                     break
-    await eventually(lambda: stack.large.num_hang_ups == 1)
+    await eventually(lambda: stack.large.num_disconnects == 1)
     await eventually(lambda: stack.metric("client_disconnects_total", phase="stream") == 1)
     await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
 
@@ -243,7 +243,7 @@ async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:
     for expected in range(1, 7):
         stack.large.calls.clear()
         await hang_up_once_called(stack, stack.large, "chat", model="large")
-        await eventually(lambda expected=expected: stack.large.num_hang_ups == expected)  # type: ignore[misc]
+        await eventually(lambda expected=expected: stack.large.num_disconnects == expected)  # type: ignore[misc]
     assert stack.metric("circuit_state", target="large-0") == 0
     stack.large.heal()
     assert (await stack.chat(model="large")).status_code == 200

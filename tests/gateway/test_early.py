@@ -73,7 +73,7 @@ async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) 
         assert text(reply) == right_answer(stack.large, MESSAGES)
         assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
         assert len(stack.large.requests("transfer")) == 1
-        await eventually(lambda: stack.small.num_hang_ups == 1)
+        await eventually(lambda: stack.small.num_disconnects == 1)
         assert stack.metric("early_handoffs_total", result="used") == (1 if speculate_after else 0)
 
 

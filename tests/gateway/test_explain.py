@@ -56,7 +56,7 @@ async def test_a_slow_count_is_the_workers_time_and_ends_with_the_client() -> No
         stack.small.delay("tokenize", 30.0)
         await eventually(lambda: len(stack.small.requests("tokenize")) == 2)
         asking.cancel()
-        await eventually(lambda: stack.small.num_hang_ups == 1)
+        await eventually(lambda: stack.small.num_disconnects == 1)
         await eventually(lambda: stack.metric("client_disconnects_total", phase="admission") == 1)
 
 

@@ -40,4 +40,4 @@ async def test_the_acceptance_suite(require_tool: Callable[[str], str]) -> None:
         )
         output, _ = await asyncio.wait_for(process.communicate(), RUN_S)
         assert process.returncode == 0, output.decode()
-        await eventually(lambda: slow.num_hang_ups == 2)
+        await eventually(lambda: slow.num_disconnects == 2)

@@ -183,7 +183,7 @@ async def test_a_hang_up_is_heard_behind_another_request(stack: Stack) -> None:
     async with connected(stack) as (_, writer):
         writer.write(CHAT + LIVEZ)
         await eventually(lambda: bool(stack.large.requests("chat")))
-    await eventually(lambda: stack.large.num_hang_ups == 1, within_s=1.0)
+    await eventually(lambda: stack.large.num_disconnects == 1, within_s=1.0)
 
 
 async def test_what_is_sent_behind_a_request_is_bounded(stack: Stack) -> None:
@@ -191,7 +191,7 @@ async def test_what_is_sent_behind_a_request_is_bounded(stack: Stack) -> None:
     async with connected(stack) as (_, writer):
         writer.write(CHAT + LIVEZ)
         assert await sent_on(writer, b"x" * 65_536) < 16 * 2**20
-    await eventually(lambda: stack.large.num_hang_ups == 1)
+    await eventually(lambda: stack.large.num_disconnects == 1)
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])

@@ -160,7 +160,7 @@ async def test_a_client_that_hangs_up_is_charged(model: str) -> None:
             async for line in reply.aiter_lines():
                 if "content" in line and '"content":""' not in line:
                     break
-        await eventually(lambda: stack.small.num_hang_ups == 1)
+        await eventually(lambda: stack.small.num_disconnects == 1)
         spent = await once_spent(stack)
         assert NUM_READ <= spent <= NUM_READ + 4 if model == "auto" else NUM_READ <= spent <= 3 * NUM_READ
 

@@ -89,7 +89,7 @@ async def test_a_rejected_small_answer_is_hung_up_on(stack: Stack) -> None:
     stack.small.token_s = 0.1
     _, frames = await streamed(stack)
     assert joined(frames) == right_answer(stack.large, MESSAGES)
-    await eventually(lambda: stack.small.num_hang_ups == 1)
+    await eventually(lambda: stack.small.num_disconnects == 1)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class ChatAnswer:
             yield frame(error.body())
             return
         except (asyncio.CancelledError, GeneratorExit):
-            worker.num_hang_ups += 1
+            worker.num_disconnects += 1
             raise
         if worker.tool_call is not None:
             yield frame({"choices": [_chat_choice({"tool_calls": [{"index": 0} | worker.tool_call]})]})

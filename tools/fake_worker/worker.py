@@ -121,7 +121,7 @@ class FakeWorker:
 
     # Records
     calls: list[RecordedCall] = field(default_factory=list)
-    num_hang_ups: int = 0
+    num_disconnects: int = 0
 
     # Faults
     is_frozen: bool = False
@@ -236,13 +236,13 @@ class FakeWorker:
         try:
             if name != "readyz" and request.headers.get(SECRET_HEADER) != self.secret:
                 raise Unauthorized("the cluster secret is missing or wrong")
-            reply = await self._or_hang_up(request, self._with_faults(name, handler, body))
+            reply = await self._unless_disconnected(request, self._with_faults(name, handler, body))
         except KvrelayError as error:
             retry = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
             return _json(error.body(), error.status, retry)
         return reply if isinstance(reply, Response) else _json(reply)
 
-    async def _or_hang_up(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work. If the caller hangs up first, cancel it and count the hang-up."""
 
         async def disconnected() -> None:
@@ -253,7 +253,7 @@ class FakeWorker:
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                self.num_hang_ups += 1
+                self.num_disconnects += 1
                 raise KvrelayError("the caller hung up")
             return task.result()
         finally:
