@@ -107,7 +107,7 @@ async def beating(board: Board, worker: FakeWorker) -> AsyncIterator[None]:
 
     async def beat_once() -> None:
         with suppress(RedisError):
-            await board.put(beat(epoch=worker.stored.epoch))
+            await board.put(beat(epoch=worker.pool.epoch))
 
     async with repeating(beat_once, BEAT_S):
         yield

@@ -141,7 +141,7 @@ class ChatAnswer:
                     return
                 if index == worker.breaks.get(kind, worker.break_after):
                     raise KvrelayError("the model broke off")
-                await worker.thawed()
+                await worker.wait_while_frozen()
                 await asyncio.sleep(worker.token_s)
                 logprobs = worker.first_logprobs
                 logprob = logprobs[index] if index < len(logprobs) else worker.logprob
@@ -180,7 +180,7 @@ class ChatAnswer:
 
     def _final_usage(self, words: list[str]) -> KVUsage:
         """Store the cache of prompt and answer if the request asks for it. Returns the usage, with that cache."""
-        request, usage, pool = self.request, self.usage, self.worker.stored
+        request, usage, pool = self.request, self.usage, self.worker.pool
         params = request.kv_transfer_params or KVTransferParams()
         if not params.store:
             return usage

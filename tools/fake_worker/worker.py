@@ -130,7 +130,7 @@ class FakeWorker:
     cuts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.stored = FakePool()
+        self.pool = FakePool()
         self._faults: dict[str, CallFault] = {}
         self._app = Starlette(
             routes=[
@@ -152,11 +152,11 @@ class FakeWorker:
 
     @property
     def caches(self) -> dict[str, FakeCache]:
-        return self.stored.by_id
+        return self.pool.by_id
 
     def restart(self) -> None:
         """Act like a process restarted on the same port: a new epoch, no caches."""
-        self.stored.restart()
+        self.pool.restart()
 
     def answer_to(self, messages: Sequence[Message]) -> str:
         """Return the answer to these messages."""
@@ -199,14 +199,14 @@ class FakeWorker:
         for faults in (self._faults, self.stalls, self.breaks, self.cuts):
             faults.clear()
 
-    async def thawed(self) -> None:
+    async def wait_while_frozen(self) -> None:
         """Wait while frozen."""
         # The flag is set from the test's own thread, where an asyncio.Event cannot be set.
         while self.is_frozen:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def _with_faults(self, name: str, handler: Handler, body: Body) -> Body | Response:
-        await self.thawed()
+        await self.wait_while_frozen()
         fault = self._faults.get(name, CallFault())
         if fault.times is not None:
             fault.times -= 1
@@ -273,7 +273,7 @@ class FakeWorker:
             engine="fake",
             device="none",
             layout=LAYOUT,
-            epoch=self.stored.epoch,
+            epoch=self.pool.epoch,
             max_model_len=self.max_model_len,
             transports=["shm"],
             bundles=[self._bundle(peer.model) for peer in self.peers.values()],
@@ -311,10 +311,10 @@ class FakeWorker:
         request = _parse(PrefillRequest, body)
         tokens = tokenize(request)
         self._check_length(tokens)
-        cached = self.stored.longest_exact(tokens, request.tenant_salt)
-        cache = self.stored.store(tokens, request.tenant_salt, "exact", 0, request.ttl_s)
+        cached = self.pool.longest_exact(tokens, request.tenant_salt)
+        cache = self.pool.store(tokens, request.tenant_salt, "exact", 0, request.ttl_s)
         prefill_ms = (len(tokens) - cached) * MS_PER_TOKEN
-        return PrefillReply(cached_tokens=cached, prefill_ms=prefill_ms, **self.stored.describe(cache)).model_dump()
+        return PrefillReply(cached_tokens=cached, prefill_ms=prefill_ms, **self.pool.describe(cache)).model_dump()
 
     async def _transfer(self, body: Body) -> Body:
         request = _parse(TransferRequest, body)
@@ -329,7 +329,7 @@ class FakeWorker:
             num_tokens = min(self.by_cost, available)
         mapped, is_hybrid = num_tokens - request.native_head, num_tokens < available
         tokens = source.tokens[:num_tokens]
-        cache = self.stored.store(tokens, request.tenant_salt, "mapped:fake-bundle", mapped, request.ttl_s, is_hybrid)
+        cache = self.pool.store(tokens, request.tenant_salt, "mapped:fake-bundle", mapped, request.ttl_s, is_hybrid)
         reply = TransferReply(
             mapper="fake-bundle",
             map_ms=2.0,
@@ -338,7 +338,7 @@ class FakeWorker:
             bytes=mapped * BYTES_PER_TOKEN,
             decision="hybrid" if is_hybrid else "map",
             reused_tokens=min(self.reused_tokens, num_tokens),
-            **self.stored.describe(cache),
+            **self.pool.describe(cache),
         )
         return reply.model_dump()
 
@@ -352,7 +352,7 @@ class FakeWorker:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{peer.name} did not answer in time")
             await asyncio.sleep(0.01)
-        source = peer.stored.find(request.cache_id, request.tenant_salt)
+        source = peer.pool.find(request.cache_id, request.tenant_salt)
         if source.provenance != "exact":
             raise CacheMismatch(f"{source.cache_id} is {source.provenance}; a source must be exact")
         return source
@@ -392,14 +392,14 @@ class FakeWorker:
         """Return how much of the prompt a cache holds. Raises `CacheNotFound`, `CacheMismatch`."""
         params = request.kv_transfer_params or KVTransferParams()
         if params.cache_id is None:
-            cached = self.stored.longest_exact(tokens, request.tenant_salt) if params.reuse else 0
+            cached = self.pool.longest_exact(tokens, request.tenant_salt) if params.reuse else 0
             return KVUsage(
-                epoch=self.stored.epoch,
+                epoch=self.pool.epoch,
                 path="exact" if cached else "prefill",
                 cached_tokens=cached,
                 prefill_ms=(len(tokens) - cached) * MS_PER_TOKEN,
             )
-        cache = self.stored.find(params.cache_id, request.tenant_salt)
+        cache = self.pool.find(params.cache_id, request.tenant_salt)
         shared = common_length(cache.tokens, tokens)
         if params.require_exact and cache.provenance != "exact":
             raise CacheMismatch(f"{cache.cache_id} is {cache.provenance}; an exact one is required")
@@ -407,7 +407,7 @@ class FakeWorker:
             raise CacheMismatch(f"{cache.cache_id} holds other tokens than the beginning of this prompt")
         mapped = min(cache.num_mapped, shared)
         return KVUsage(
-            epoch=self.stored.epoch,
+            epoch=self.pool.epoch,
             path=("hybrid" if cache.is_hybrid else "mapped") if mapped else "exact",
             cached_tokens=0 if mapped else shared,
             mapped_tokens=mapped,
