@@ -240,4 +240,3 @@ def test_neither_torch_nor_transformers_is_needed() -> None:
     script = textwrap.dedent(IMPORT_WITHOUT).format(banned=("torch", "transformers", "mappers", "numpy", "safetensors"))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "imported", done.stderr
-
