@@ -18,10 +18,10 @@ from pydantic import ValidationError
 
 from gateway import server
 from gateway.app import create_app
-from gateway.errors import SettingsError
-from gateway.settings import ServerSettings, Settings, load, read_secret
+from gateway.settings import ServerSettings, Settings, load
 from gateway.state.reload import ConfigSource
 from workers.api import tracing
+from workers.api.config import SettingsError, read_secret
 from workers.api.logs import configure_logs
 from workers.api.process import ParentWatchError, add_parent_option, die_with_parent
 

@@ -4,7 +4,7 @@
     ├── InvalidRequest           400  and its subclasses, shared with workers: ModelNotFound 404, RequestTooSlow 408,
     │                                 RequestTooLarge 413
     ├── EdgeError                     workers.api.http.errors: no such route, headers too large, client disconnected ...
-    ├── SettingsError                 at startup: names the key and what it allows
+    ├── SettingsError                 workers.api.config: at startup; names the key and what is allowed
     └── GatewayError
         ├── AuthenticationFailed 401  no API key, or an unknown one
         ├── PermissionDenied     403  the tenant may not use this model
@@ -20,10 +20,6 @@ from __future__ import annotations
 
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
 from workers.api.http.errors import EdgeError
-
-
-class SettingsError(KvrelayError):
-    type, code = "settings_error", "invalid_settings"
 
 
 class GatewayError(KvrelayError):

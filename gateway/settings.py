@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -26,20 +25,18 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError as SourceError
 
 from gateway import policies
-from gateway.errors import SettingsError
 from gateway.policies import Policy
 from gateway.shown import shown
 from gateway.upstream.breaker import BreakerSettings
 from workers.api.addresses import HttpUrl
 from workers.api.config import (
     REDIS_SCHEMES,
-    ConfigFileError,
     DiscoverySettings,
     RedisAccess,
     Seconds,
     SecondsOrZero,
+    SettingsError,
     check_redis_url,
-    read_secret_file,
     read_yaml,
 )
 from workers.api.schemas import DEFAULT_NATIVE_HEAD, DEFAULT_NATIVE_TAIL, DEFAULT_TTL_S
@@ -108,7 +105,7 @@ class RegistrySettings(RedisAccess):
     @property
     def full_url(self) -> str:
         """The URL including the password. Raises `SettingsError` if the password file is unusable."""
-        return self.url_with_password(partial(read_secret, key="registry.password_file"))
+        return self.url_with_password("registry")
 
 
 def _is_memory(url: str) -> bool:
@@ -271,9 +268,7 @@ class Settings(BaseSettings):
 
         Raises `SettingsError` if the password file is unusable.
         """
-        if self.discovery is None:
-            return None
-        return self.discovery.url_with_password(partial(read_secret, key="discovery.password_file"))
+        return None if self.discovery is None else self.discovery.url_with_password("discovery")
 
     def check_bind(self) -> None:
         """Raise `SettingsError` if other machines can reach the address and no tenant has an API key."""
@@ -286,10 +281,7 @@ class Settings(BaseSettings):
 
 def load(path: Path) -> Settings:
     """Read and validate the file. Relative paths of secrets are resolved against its folder. Raises `SettingsError`."""
-    try:
-        content = read_yaml(path)
-    except ConfigFileError as error:
-        raise SettingsError(str(error)) from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise SettingsError(f"{path} must be a mapping with the keys {', '.join(Settings.model_fields)}")
     settings, folder = from_values(content), path.parent
@@ -312,14 +304,6 @@ def from_values(values: dict[str, Any]) -> Settings:
         raise SettingsError(f"environment: {error}; the variable must hold JSON") from error
     except RecursionError as error:
         raise SettingsError("the configuration is nested too deep, or contains itself") from error
-
-
-def read_secret(path: Path, key: str = "secret_file") -> str:
-    """Read the secret in the file of setting `key`. Raises `SettingsError` if it is missing, or readable by others."""
-    try:
-        return read_secret_file(path)
-    except ConfigFileError as error:
-        raise SettingsError(f"{key}: {error}") from error
 
 
 def _unique(what: str, names: list[str]) -> None:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import httpx
 import structlog
 
-from gateway.errors import SettingsError
 from gateway.metrics import Metrics
 from gateway.request.lookup import ClientCaches, Prefixes
 from gateway.request.route import Parts
-from gateway.settings import RegistrySettings, Settings, WorkerLocation, read_secret
+from gateway.settings import RegistrySettings, Settings, WorkerLocation
 from gateway.state import registry
 from gateway.state.quotas import Quotas
 from gateway.state.registry import Registry
@@ -30,6 +29,7 @@ from gateway.state.usage import Usage
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.limits import TenantShares
 from gateway.upstream.worker import Worker
+from workers.api.config import SettingsError, read_secret
 from workers.api.tasks import cancel_and_wait
 
 log = structlog.get_logger()

@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from gateway.settings import Settings, load, read_secret
+from gateway.settings import Settings, load
 from tools.stack import StackError, free_ports
+from workers.api.config import read_secret
 
 DEFAULT_FAMILY = "smol"
 DEFAULT_ENGINE = "transformers"

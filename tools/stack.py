@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from workers.api.addresses import family_of, http_url
-from workers.api.config import ConfigFileError, read_yaml
+from workers.api.config import SettingsError, read_yaml
 
 Say = Callable[[str], None]
 
@@ -268,7 +268,7 @@ def _read(config: Path) -> dict[str, Any]:
     """Read and check what the stack needs of the file; its processes check the rest. Raises `StackError`."""
     try:
         content: Any = read_yaml(config)
-    except ConfigFileError as error:
+    except SettingsError as error:
         raise StackError(str(error)) from error
     if not isinstance(content, dict) or not isinstance(content.get("server", {}), dict):
         raise StackError(f"{config} must be a mapping with tiers, workers and optionally server: {{host, port}}")

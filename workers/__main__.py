@@ -15,8 +15,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from workers.api.addresses import http_address
+from workers.api.config import SettingsError
 from workers.api.process import ParentExited, ParentWatchError, add_parent_option, die_with_parent, hide_progress_bars
-from workers.settings import SettingsError, WorkerSettings, first_problem, read_secret, read_settings
+from workers.settings import WorkerSettings, first_problem, read_secret, read_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

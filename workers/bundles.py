@@ -23,10 +23,11 @@ from mappers.bundle import load, load_manifest
 from mappers.errors import MapperError
 from mappers.manifest import Manifest
 from mappers.mapper import Mapper
+from workers.api.config import SettingsError
 from workers.api.errors import BundleUnusable
 from workers.api.schemas import BundleInfo
 from workers.quality import Comparison, Window
-from workers.settings import Gate, SettingsError
+from workers.settings import Gate
 
 log = structlog.get_logger()
 

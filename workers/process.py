@@ -19,6 +19,7 @@ import uvicorn
 
 from workers.api import tracing
 from workers.api.addresses import ANY_HOST, http_url, listen
+from workers.api.config import SettingsError
 from workers.api.errors import KvrelayError
 from workers.api.http.protocol import Protocol
 from workers.api.logs import configure_logs
@@ -26,7 +27,7 @@ from workers.api.process import write_ready_file
 from workers.app import create_app
 from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 
 KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls that came meanwhile
 
@@ -42,10 +43,14 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
     listener = _listen(settings)
     try:
         worker = build_worker(settings, secret)
+    except SettingsError:
+        raise
     except KvrelayError as error:
         raise SettingsError(f"worker {settings.id!r}: {error.message}") from error
     try:
         return asyncio.run(run(worker, secret, listener, ready_file))
+    except SettingsError:
+        raise
     except KvrelayError as error:
         raise SettingsError(f"worker {settings.id!r} did not start: {error.message}") from error
     finally:

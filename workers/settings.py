@@ -13,14 +13,14 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from workers.api import config
 from workers.api.addresses import ANY_HOST, HttpUrl, http_address
-from workers.api.config import ConfigFileError, DiscoverySettings, Seconds, SecondsOrZero, read_secret_file, read_yaml
+from workers.api.config import DiscoverySettings, Seconds, SecondsOrZero, SettingsError, read_yaml
 from workers.api.tracing import TracingSettings
 from workers.engines import ENGINES
 
@@ -29,10 +29,6 @@ CREDENTIALS = re.compile(r"//.*@")  # in a URL
 
 M = TypeVar("M", bound=BaseModel)
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-
-
-class SettingsError(Exception):
-    """The settings cannot be used; the message names the value and what is allowed."""
 
 
 class Gate(BaseModel):
@@ -136,9 +132,7 @@ class WorkerSettings(BaseModel):
     def board_url(self) -> str | None:
         """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
         password's file that cannot be used."""
-        if self.discovery is None:
-            return None
-        return self.discovery.url_with_password(partial(_secret_in, named_by="discovery.password_file"))
+        return None if self.discovery is None else self.discovery.url_with_password("discovery")
 
 
 class _ConfigFile(BaseModel):
@@ -185,22 +179,11 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str:
     name = environ.get(SECRET_FILE_VARIABLE)
     if not name:
         raise SettingsError(f"set {SECRET_FILE_VARIABLE} to the file that holds the cluster secret")
-    return _secret_in(Path(name), SECRET_FILE_VARIABLE)
-
-
-def _secret_in(path: Path, named_by: str) -> str:
-    try:
-        return read_secret_file(path)
-    except ConfigFileError as error:
-        raise SettingsError(f"{named_by}: {error}") from error
+    return config.read_secret(Path(name), SECRET_FILE_VARIABLE)
 
 
 def _parse(path: Path) -> _ConfigFile:
-    try:
-        data = read_yaml(path)
-    except ConfigFileError as error:
-        raise SettingsError(str(error)) from error
-    return _validated(path, _ConfigFile, data)
+    return _validated(path, _ConfigFile, read_yaml(path))
 
 
 def _validated(path: Path, kind: type[M], data: Any) -> M:

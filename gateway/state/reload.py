@@ -16,9 +16,9 @@ from pathlib import Path
 import structlog
 from watchfiles import Change, awatch
 
-from gateway.errors import SettingsError
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from workers.api.config import SettingsError
 from workers.api.errors import KvrelayError
 from workers.api.tasks import cancel_and_wait
 

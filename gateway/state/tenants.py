@@ -7,8 +7,9 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from gateway.errors import AuthenticationFailed, SettingsError
+from gateway.errors import AuthenticationFailed
 from gateway.settings import DEFAULT_TENANT, Settings
+from workers.api.config import SettingsError
 
 
 @dataclass(frozen=True)

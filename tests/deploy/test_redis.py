@@ -35,7 +35,7 @@ def url(require_tool: Callable[[str], str], secrets: Path, tmp_path_factory: pyt
 
 async def test_workers_may_announce_themselves(url: str, secrets: Path) -> None:
     discovery = DiscoverySettings(url=url, password_file=secrets / "redis-password")
-    board = Board(discovery.url_with_password(Path.read_text), SECRET)
+    board = Board(discovery.url_with_password("discovery"), SECRET)
     now = time.time()
     lives, gone = (
         Heartbeat(worker=name, tier="small", url="http://small", epoch="e", at=at)

@@ -13,12 +13,12 @@ import yaml
 
 from gateway import settings
 from gateway.app import create_app
-from gateway.errors import SettingsError
 from gateway.state.reload import ConfigSource
 from gateway.state.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, report, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key
 from tools.fake_worker import FAKE_SECRET
+from workers.api.config import SettingsError
 from workers.api.errors import BundleUnusable, KvrelayError, WorkerUnavailable
 
 ADMIN_KEY = "key-of-the-operator"

@@ -16,12 +16,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gateway.app import create_app
-from gateway.errors import SettingsError
 from gateway.settings import from_values
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, report, right_answer, text, values
 from tools.fake_worker import FAKE_SECRET, FakeWorker
-from workers.api.config import with_password
+from workers.api.config import SettingsError, with_password
 from workers.api.heartbeat import KEY, MAX_AGE_S, Board, Heartbeat, LiveWorkers
 from workers.api.tasks import repeating
 

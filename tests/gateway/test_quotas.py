@@ -14,7 +14,7 @@ import pytest
 from limits import RateLimitItemPerMinute
 from redis.asyncio import Redis
 
-from gateway.errors import RateLimited, SettingsError
+from gateway.errors import RateLimited
 from gateway.policies.budget import Budget
 from gateway.settings import RegistrySettings, from_values
 from gateway.state.quotas import TOKENS, Quotas
@@ -23,6 +23,7 @@ from gateway.state.tenants import Tenant
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import LONG, MESSAGES, Stack, eventually, in_process, live_stack, report, values
 from tools.fake_worker import render
+from workers.api.config import SettingsError
 from workers.api.schemas import Message
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
 
-from gateway.errors import SettingsError
 from gateway.settings import from_values
 from gateway.state.redis import SharedRedis
 from gateway.state.registry import RedisRegistry, connect
 from tests.gateway.redis_process import redis_process, sentinel, watched_redis
 from tests.gateway.stack import MESSAGES, in_process, report, right_answer, text, values
+from workers.api.config import SettingsError
 from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
 
 TIMEOUT_MS = 100

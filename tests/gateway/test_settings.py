@@ -10,12 +10,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from gateway.errors import SettingsError
 from gateway.policies import POLICIES
 from gateway.settings import Deadlines, HandoffSettings, from_values, load
 from gateway.upstream.breaker import BreakerSettings
 from tests.gateway.stack import values
-from workers.api.config import DiscoverySettings
+from workers.api.config import DiscoverySettings, SettingsError
 
 WORKER = {"tier": "small", "url": "http://127.0.0.1:8001"}
 

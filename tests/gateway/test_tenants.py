@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from gateway.app import create_app
-from gateway.errors import SettingsError
-from gateway.settings import from_values, read_secret
+from gateway.settings import from_values
 from tests.gateway.redis_process import redis_process
 from tests.gateway.stack import MESSAGES, Stack, follow_up, in_process, report, right_answer, text, values
 from tools.fake_worker import FAKE_SECRET
+from workers.api.config import SettingsError, read_secret
 from workers.api.logs import add_request_id
 
 KEYS = {"default": "key-of-default", "acme": "key-of-acme"}

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.errors import SettingsError
 from gateway.settings import from_values
 from gateway.upstream.worker import MISSES_UNTIL_DOWN
 from tests.gateway.stack import LONG, MESSAGES, Stack, follow_up, in_process, report, right_answer, text, values
 from tools.fake_worker import FakeWorker
+from workers.api.config import SettingsError
 from workers.api.errors import TransferFailed, WorkerUnavailable
 from workers.api.schemas import Rates
 

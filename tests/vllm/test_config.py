@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from workers.api.config import SettingsError
 from workers.api.process import PR_SET_PDEATHSIG
 from workers.api.schemas import KVLayout
 from workers.engines import load_engine
 from workers.engines.vllm.config import ConnectorSettings, EngineModel, number_of, refusal_of
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_tokens=32, dtype="float32")
 MODEL = EngineModel(Path("m"), "m", "ab" * 32, LAYOUT, 512, 32, "auto", "cpu")

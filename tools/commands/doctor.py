@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +25,13 @@ from typing import Any, Literal
 import httpx
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from gateway.errors import SettingsError
-from gateway.settings import Settings, read_secret
+from gateway.settings import Settings
 from tools import family
 from tools.client import worker_infos
 from tools.output import add_json_option, render, run_command, write_results
 from tools.stack import port_is_free
 from workers.api.addresses import ANY_HOST, http_address, http_url
-from workers.api.config import RedisAccess, without_credentials
+from workers.api.config import RedisAccess, SettingsError, read_secret, without_credentials
 from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.schemas import WorkerInfo
 
@@ -162,7 +160,7 @@ def redis(check: str, access: RedisAccess, cost: str) -> Finding:
     from redis.exceptions import AuthenticationError, RedisError, TimeoutError
 
     try:
-        url = access.url_with_password(partial(read_secret, key=f"{check}.password_file"))
+        url = access.url_with_password(check)
     except SettingsError as error:
         return Finding(check, "wrong", error.message, "Redis is not checked without its password; make the file")
     shown = without_credentials(url)

@@ -14,12 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gateway.settings import load, read_secret
+from gateway.settings import load
 from tools.client import worker_infos
 from tools.family import secret_file
 from tools.logs import LogUnusable
 from tools.logs.traffic import BUCKETS, LoggedPrompt, Sharing, breakers, read_prompts, sharing
 from tools.output import add_json_option, check_distinct, render, run_command, write_results
+from workers.api.config import read_secret
 from workers.api.errors import KvrelayError, WorkerUnavailable
 
 SHOWN_CHARS = 60

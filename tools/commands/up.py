@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.errors import SettingsError
 from tools import family
 from tools.stack import Stack, StackError, port_is_free, stop_on_signals
+from workers.api.config import SettingsError
 
 DEFAULT_PORT = 8000
 MAX_EXITS, EXIT_WINDOW_S = 5, 600.0  # more worker exits than that are not restarted

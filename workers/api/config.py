@@ -6,7 +6,7 @@ Error messages never repeat a line of the file: it may hold a password.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import MultiHostHost, MultiHostUrl
 
 from workers.api.addresses import parse_url
+from workers.api.errors import KvrelayError
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -28,8 +29,10 @@ SENTINEL_FORM = "redis+sentinel://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT].../MAS
 SENTINEL_PATH = re.compile(r"/(?P<master>[^/]+)(/(?P<database>\d*))?")
 
 
-class ConfigFileError(ValueError):
-    """A file that cannot be used. The message names the file and never repeats what it holds."""
+class SettingsError(KvrelayError):
+    """A setting or a file that cannot be used. The message names it and what is allowed, and repeats no secret."""
+
+    type, code = "settings_error", "invalid_settings"
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,32 +51,32 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Load a YAML file as plain values. Raises `ConfigFileError`."""
+    """Load a YAML file as plain values. Raises `SettingsError`."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"cannot read the configuration {path}: {error}") from error
+        raise SettingsError(f"cannot read the configuration {path}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigFileError(f"{path} is not valid YAML{where}: {error.problem or error.context}") from error
+        raise SettingsError(f"{path} is not valid YAML{where}: {error.problem or error.context}") from error
     except RecursionError as error:
-        raise ConfigFileError(f"{path} is not valid YAML: it is nested too deep") from error
+        raise SettingsError(f"{path} is not valid YAML: it is nested too deep") from error
     except (yaml.YAMLError, ValueError, KeyError) as error:  # the last two: `!!int x`, `!!bool x`, 2020-99-99
-        raise ConfigFileError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
+        raise SettingsError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
 
 
-def read_secret_file(path: Path) -> str:
-    """Return the single line of a file with mode 0600. Raises `ConfigFileError`."""
+def read_secret(path: Path, key: str = "secret_file") -> str:
+    """Return the single line of a file with mode 0600. Raises `SettingsError` naming the setting `key`."""
     try:
         mode, secret = path.stat().st_mode & 0o777, path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"cannot read {path}: {type(error).__name__}") from error
+        raise SettingsError(f"{key}: cannot read {path}: {type(error).__name__}") from error
     if mode & 0o077:
-        raise ConfigFileError(f"{path} has mode {mode:04o}; it must be 0600, readable by its owner only")
+        raise SettingsError(f"{key}: {path} has mode {mode:04o}; it must be 0600, readable by its owner only")
     if len(secret) < MIN_SECRET_CHARS or not secret.isascii() or not secret.isprintable():
-        raise ConfigFileError(
-            f"{path} must hold one line of at least {MIN_SECRET_CHARS} printable ASCII characters, "
+        raise SettingsError(
+            f"{key}: {path} must hold one line of at least {MIN_SECRET_CHARS} printable ASCII characters, "
             f"but has {len(secret)} characters"
         )
     return secret
@@ -137,9 +140,11 @@ class RedisAccess(BaseModel):
             return self
         return self.model_copy(update={"password_file": folder / self.password_file})
 
-    def url_with_password(self, read: Callable[[Path], str]) -> str:
-        """Return the URL with the password that `read` returns. Raises what `read` raises."""
-        return self.url if self.password_file is None else with_password(self.url, read(self.password_file))
+    def url_with_password(self, section: str) -> str:
+        """Return the URL including the password. Raises `SettingsError` naming the section's `password_file`."""
+        if self.password_file is None:
+            return self.url
+        return with_password(self.url, read_secret(self.password_file, f"{section}.password_file"))
 
 
 def _takes_password(url: str) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.model_config import context_of, geometry_of
+from workers.api.config import SettingsError
 from workers.api.schemas import KVLayout
 from workers.engines.base import ModelInfo
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 
 
 def describe(settings: WorkerSettings, folder: Path, config: Any, generation_config: Any) -> ModelInfo:

@@ -12,6 +12,7 @@ import structlog
 
 from workers import heap
 from workers.api.client import WorkerClient
+from workers.api.config import SettingsError
 from workers.api.errors import ModelNotFound
 from workers.api.schemas import WorkerInfo
 from workers.api.tasks import cancel_and_wait
@@ -31,7 +32,7 @@ from workers.serving.recall import Recalls
 from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
 from workers.serving.upgrade import Upgrader
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 from workers.transports.lender import Lender
 
 log = structlog.get_logger()

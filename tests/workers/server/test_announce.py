@@ -13,13 +13,12 @@ from starlette.types import ASGIApp
 from tests.gateway.redis_process import redis_process
 from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, SECRET, Served, serving, transfer_request
-from workers.api.config import with_password
+from workers.api.config import SettingsError, with_password
 from workers.api.errors import InvalidRequest
 from workers.api.heartbeat import Board
 from workers.api.schemas import PrefillRequest, TransferReply
 from workers.process import serve
 from workers.serving.announce import announced
-from workers.settings import SettingsError
 
 
 async def handed_over(cache_id: str, large: Served) -> TransferReply:

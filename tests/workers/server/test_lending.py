@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from tests.workers.server.support import SALT, Served, serving, transfer_request
+from workers.api.config import SettingsError
 from workers.api.errors import CacheNotFound, InvalidRequest
 from workers.api.schemas import KVTransferParams, LeaseRequest, PrefillReply, PrefillRequest
 from workers.pool.segment import SHM
 from workers.serving.recall import Recalls
-from workers.settings import SettingsError, TcpSettings
+from workers.settings import TcpSettings
 from workers.transports import choose
 
 LEASE = LeaseRequest(ttl_s=5, tenant_salt=SALT)

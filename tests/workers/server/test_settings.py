@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from workers.settings import SettingsError, WorkerSettings, read_secret, read_settings
+from workers.api.config import SettingsError
+from workers.settings import WorkerSettings, read_secret, read_settings
 
 SMALL = {"id": "small-0", "model": "models/small", "url": "http://127.0.0.1:8101"}
 LARGE = {"id": "large-0", "model": "org/large", "tier": "large", "pool_bytes": "1GiB", "bundles": ["bundles/b"]}

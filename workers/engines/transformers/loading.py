@@ -10,6 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mappers.errors import MapperError
 from mappers.models import load_tokenizer, local_folder
+from workers.api.config import SettingsError
 from workers.engines.admission import Admission
 from workers.engines.described import describe
 from workers.engines.tokenizer import Tokenizer
@@ -17,7 +18,7 @@ from workers.engines.transformers.attention import attention_for
 from workers.engines.transformers.batch import can_batch
 from workers.engines.transformers.engine import TransformersEngine
 from workers.engines.transformers.rowwise import make_rowwise
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 
 
 def load(settings: WorkerSettings) -> TransformersEngine:

@@ -16,6 +16,7 @@ from mappers.errors import MapperError
 from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.model_config import geometry_of
 from mappers.models import local_folder
+from workers.api.config import SettingsError
 from workers.api.errors import KvrelayError
 from workers.api.process import ParentWatchError, die_with_parent
 from workers.api.schemas import KVLayout
@@ -24,7 +25,7 @@ from workers.engines.vllm.exchange import create_exchange
 from workers.engines.vllm.moving import PagedCache, WorkerSide
 from workers.engines.vllm.plan import Target
 from workers.engines.vllm.scheduling import SchedulerSide
-from workers.settings import Gate, SettingsError, first_problem
+from workers.settings import Gate, first_problem
 
 _LAYER = re.compile(r"\.(\d+)\.")
 

@@ -12,13 +12,14 @@ from transformers import AutoConfig, GenerationConfig
 
 from mappers.errors import MapperError
 from mappers.models import load_tokenizer, local_folder
+from workers.api.config import SettingsError
 from workers.engines.admission import Admission
 from workers.engines.base import ModelInfo
 from workers.engines.compute import Compute
 from workers.engines.described import describe
 from workers.engines.threads import share_out_here
 from workers.engines.tokenizer import Tokenizer
-from workers.settings import SettingsError, WorkerSettings
+from workers.settings import WorkerSettings
 
 CHUNK_TOKENS = 256  # the longest prefill step: what a hang-up or another request waits for at most
 BLOCK_MULTIPLE = 32  # of vLLM's CPU kernels
