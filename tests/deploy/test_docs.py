@@ -31,6 +31,7 @@ SCHEMAS = {
 }
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = {"docker", "kubectl", "linux", "worker"}  # what a command needs that a test has not, or not so quickly
+WORD = re.compile(r"\w+")
 TOP = {path.name for path in REPOSITORY.iterdir()}
 
 
@@ -132,6 +133,15 @@ def test_files_and_tests_that_are_named_are_there(doc: Path) -> None:
         path, _, test = name.partition("::")
         assert (REPOSITORY / path).exists(), name
         assert not test or f"def {test}(" in (REPOSITORY / path).read_text(), name
+
+
+def test_names_in_the_guide_to_adding_parts_exist() -> None:
+    folders = ("gateway", "workers", "mappers", "tools", "tests")
+    sources = [path.read_text() for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    code = {word for source in sources for word in WORD.findall(source)}
+    guide = FENCE.sub("", (REPOSITORY / "docs" / "extend.md").read_text())
+    named = {word for name in re.findall(r"`([A-Za-z_][\w.]*)`", guide) for word in WORD.findall(name)}
+    assert named - code == set()
 
 
 @pytest.mark.parametrize("doc", PAGES, ids=lambda doc: doc.stem)
