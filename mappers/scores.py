@@ -31,7 +31,7 @@ class DocumentScore:
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """AttentionCosines between the attention's outputs over the native cache and over the served one, (layers, heads).
+    """Cosines between the attention's outputs over the native cache and over the served one, (layers, heads).
 
     `by_distance`: the mean where only one span of tokens is mapped, by its name.
     """
@@ -53,7 +53,7 @@ class PrefixScores:
 
 
 def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor, tokens: Tensor) -> DocumentScore:
-    """DocumentScore log-probabilities `other` against `native`, (N, vocabulary) each, on the true `tokens` (N,)."""
+    """Score log-probabilities `other` against `native`, (N, vocabulary) each, on the true `tokens` (N,)."""
     losses = [-log_probs.gather(1, tokens[:, None]).mean() for log_probs in (native, other)]
     return DocumentScore(
         arm,

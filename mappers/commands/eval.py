@@ -1,4 +1,4 @@
-"""AttentionJudge a bundle on the fixed quality protocol, beside its controls; or several side by side.
+"""Judge a bundle on the fixed quality protocol, beside its controls; or several side by side.
 
 kvrelay eval smol
 kvrelay eval smol --diagnose
