@@ -124,7 +124,8 @@ async def _count_tokens(turn: Turn) -> int | None:
     deadline = Deadline.after(TOKENIZE_S).earlier(turn.deadline)
     try:
         client = turn.route.small.pick().client
-        call = client.tokenize(bodies.tokenize(turn), timeout_s=deadline.remaining_s)
-        return (await deadline.bound("tokenize", call)).num_tokens
+        async with deadline.bound("tokenize"):
+            reply = await client.tokenize(bodies.tokenize(turn), timeout_s=deadline.remaining_s)
+        return reply.num_tokens
     except KvrelayError:
         return None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from workers.api.errors import DeadlineExceeded
 
-T = TypeVar("T")
 Clock = Callable[[], float]
 
 
@@ -42,10 +41,11 @@ class Deadline:
     def later(self, other: Deadline) -> Deadline:
         return self if self.at >= other.at else other
 
-    async def bound(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Wait until the deadline at most. Then cancel, and raise `DeadlineExceeded`."""
+    @asynccontextmanager
+    async def bound(self, what: str) -> AsyncIterator[None]:
+        """Cancel the block at the deadline, and raise `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(max(0.0, self.remaining_s)):
-                return await awaitable
+                yield
         except TimeoutError as error:
             raise DeadlineExceeded(f"{what} took too long") from error

@@ -26,7 +26,8 @@ class Gate:
         if self._slots.locked():
             with self.queued():
                 try:
-                    await deadline.bound("waiting for a slot", self._slots.acquire())
+                    async with deadline.bound("waiting for a slot"):
+                        await self._slots.acquire()
                 except DeadlineExceeded as error:
                     raise Overloaded(f"no slot in tier {self._name} came free in time", retry_after_s=2.0) from error
         else:

@@ -133,7 +133,8 @@ class Worker:
     async def check_health(self) -> None:
         """Ask for the worker's state. A changed epoch means that it restarted."""
         try:
-            info = await Deadline.after(HEALTH_TIMEOUT_S).bound("info", self.client.info(timeout_s=HEALTH_TIMEOUT_S))
+            async with Deadline.after(HEALTH_TIMEOUT_S).bound("info"):
+                info = await self.client.info(timeout_s=HEALTH_TIMEOUT_S)
             if not await self.client.ready(timeout_s=HEALTH_TIMEOUT_S):
                 raise WorkerUnavailable(f"{self.id} is not ready")
         except KvrelayError:
@@ -169,14 +170,16 @@ class Worker:
         """`on_begun` is called once the call has left the queue."""
         with await self._enter(self.breaker, deadline), tracing.span("prefill"):
             on_begun()
-            reply = await deadline.bound("prefill", self.client.prefill(request, timeout_s=deadline.remaining_s))
+            async with deadline.bound("prefill"):
+                reply = await self.client.prefill(request, timeout_s=deadline.remaining_s)
         self.note_epoch(reply.epoch)
         self._note_prefill(reply.num_tokens - reply.cached_tokens, reply.prefill_ms)
         return reply
 
     async def transfer(self, request: TransferRequest, deadline: Deadline) -> TransferReply:
         with await self._enter(self.transfers, deadline), tracing.span("transfer"):
-            reply = await deadline.bound("transfer", self.client.transfer(request, timeout_s=deadline.remaining_s))
+            async with deadline.bound("transfer"):
+                reply = await self.client.transfer(request, timeout_s=deadline.remaining_s)
         self.note_epoch(reply.epoch)
         num_mapped = reply.num_tokens - reply.reused_tokens
         if num_mapped >= MIN_MEASURED_TOKENS and reply.total_ms > 0:

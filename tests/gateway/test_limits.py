@@ -84,7 +84,8 @@ async def test_a_deadline_cancels_what_it_bounds() -> None:
             cancelled.set()
 
     with pytest.raises(DeadlineExceeded, match="thinking"):
-        await Deadline.after(0.01).bound("thinking", forever())
+        async with Deadline.after(0.01).bound("thinking"):
+            await forever()
     assert cancelled.is_set()
 
 

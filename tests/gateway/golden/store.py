@@ -106,6 +106,8 @@ def differences(expected: list[Json], got: list[Json]) -> Iterator[str]:
 
 
 def _changes(expected: Any, got: Any, where: str) -> Iterator[str]:
+    if expected == got:
+        return
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in dict.fromkeys([*expected, *got]):
             yield from _changes(expected.get(key), got.get(key), f"{where}{'' if where.endswith(' ') else '.'}{key}")
