@@ -21,7 +21,7 @@ def create_app(worker: Worker, secret: str) -> FastAPI:
         return {"status": "draining" if worker.draining else READY}
 
     app = FastAPI(title="kvrelay worker", openapi_url=None)
-    app.state.worker, app.state.edge = worker, WorkerEdge(worker.settings, worker.metrics, secret)
+    app.state.worker, app.state.edge = worker, WorkerEdge(worker, secret)
     for router in (health_router(readiness, worker.metrics.expose), model.router, caches.router, completions.router):
         app.include_router(router)
     app.add_middleware(EdgeMiddleware, edge=app.state.edge)

@@ -21,6 +21,7 @@ from workers.api.http.replies import json_reply, log_error
 from workers.api.http.stream import DONE, EventStream, event
 from workers.api.schemas import ChatRequest, CompletionRequest, KVTransferParams, ResponseFormat, WorkerStreamOptions
 from workers.engines.base import Sampling, Token
+from workers.routes.edge import ServedWorker
 from workers.routes.openai import Body, ChatShape, CompletionShape, Shape
 from workers.serving.answer import QUEUE, AnswerJob, Piece
 from workers.serving.worker import Worker
@@ -32,15 +33,13 @@ router = APIRouter(prefix="/v1")
 
 
 @router.post("/chat/completions")
-async def chat(body: ChatRequest, request: Request) -> Response:
-    worker: Worker = request.app.state.worker
+async def chat(body: ChatRequest, request: Request, worker: ServedWorker) -> Response:
     shape = ChatShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs)
     return await _answer(worker, body, request, shape)
 
 
 @router.post("/completions")
-async def complete(body: CompletionRequest, request: Request) -> Response:
-    worker: Worker = request.app.state.worker
+async def complete(body: CompletionRequest, request: Request, worker: ServedWorker) -> Response:
     shape = CompletionShape(worker.engine.model.name, worker.engine.tokenizer, logprobs=body.logprobs is not None)
     return await _answer(worker, body, request, shape)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AbstractContextManager
+from typing import Annotated
 
 import structlog
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
@@ -14,8 +16,7 @@ from workers.api import tracing
 from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.http.edge import OPEN_PATHS, Bounds, Edge
 from workers.api.schemas import SECRET_HEADER
-from workers.metrics import WorkerMetrics
-from workers.settings import WorkerSettings
+from workers.serving.worker import Worker
 
 MAX_HEADER_BYTES = 65_536
 STALL_S = 30.0
@@ -27,7 +28,15 @@ SPANS = {
 }
 UNLOGGED = OPEN_PATHS | {"/v1/info"}  # called every second
 
-NO_RETRY_EITHER = (400, 404, 413, 500)  # as the contract has it, beside those that the edge marks
+NO_RETRY = (400, 404, 413, 500)  # the contract marks these too
+
+
+async def _served_worker(request: Request) -> Worker:
+    worker: Worker = request.app.state.worker
+    return worker
+
+
+ServedWorker = Annotated[Worker, Depends(_served_worker)]
 
 log = structlog.get_logger()
 
@@ -38,9 +47,9 @@ class WorkerEdge(Edge):
 
     reads_body = True
 
-    def __init__(self, settings: WorkerSettings, metrics: WorkerMetrics, secret: str):
-        self._settings = settings
-        self._metrics = metrics
+    def __init__(self, worker: Worker, secret: str):
+        self._settings = worker.settings
+        self._metrics = worker.metrics
         self._secret = secret.encode()
 
     @property
@@ -59,7 +68,7 @@ class WorkerEdge(Edge):
 
     def reply(self, error: KvrelayError) -> Response:
         reply = super().reply(error)
-        if error.status in NO_RETRY_EITHER:
+        if error.status in NO_RETRY:
             reply.headers["x-should-retry"] = "false"
         return reply
 
