@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from gateway.policies import language
 from gateway.policies.base import Asked, Decision, Policy, Selected
 from gateway.policies.budget import Budget
 from gateway.policies.confidence import Confidence
+from gateway.policies.language import LANGUAGES, language_of
 
 SEARCHED_CHARS = 20_000  # of the last user message: a slow expression meets no endless text
 
@@ -62,11 +62,9 @@ class Condition(BaseModel):
     @field_validator("language")
     @classmethod
     def _known_languages(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [code for code in languages if code not in language.LANGUAGES]
+        unknown = [language for language in languages if language not in LANGUAGES]
         if unknown:
-            raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(language.LANGUAGES)}")
-        if languages:
-            language.load()
+            raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(LANGUAGES)}")
         return languages
 
     def holds(self, asked: Asked) -> bool:
@@ -79,7 +77,7 @@ class Condition(BaseModel):
             and (self.budget is None or self.budget in asked.overspent)
             and (not self.keywords or any(_has_word(text, word) for word in self.keywords))
             and (self.regex is None or re.search(self.regex, text) is not None)
-            and (not self.language or language.language_of(text) in self.language)
+            and (not self.language or language_of(text) in self.language)
         )
 
 

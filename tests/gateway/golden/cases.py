@@ -492,7 +492,8 @@ def _all() -> Iterator[Case]:
     yield from rows(
         "auto-escalates", "large-exact large-mapped", at("large-cached", "unavailable late breaks@2 stalls@2")
     )
-    yield from rows("auto-escalates", "large-exact", ["large down", "large unavailable"])
+    yield from rows("auto-escalates", "large-exact above", ["large down", "large unavailable"])
+    yield from rows("auto-escalates", "small-whole", at("small-answer", "invalid unavailable late"))
     yield from rows("auto-early", "none small-whole large-exact")
     yield from rows("auto-early", faults=at("transfer", "slow late failed prefill-cheaper"))
     yield from rows("auto-early", faults=at("large-cached", "unavailable breaks@2"))
@@ -557,6 +558,7 @@ def _all() -> Iterator[Case]:
     )
     yield from rows("verifier-mid", tiers="3")
     yield from rows("mid-accepts mid-escalates", "small-whole large-exact above", tiers="3")
+    yield from rows("mid-escalates", "above", ["large-cached stale"], tiers="3")
     yield from rows(
         "mid-accepts mid-escalates",
         faults=[

@@ -289,6 +289,8 @@ async def _(world: World) -> None:
     await chat(world, "large by name again", model="large", stream=True)
     await chat(world, "forced", [*talk, NEXT_USER], stream=True, **ESCALATE)
     await chat(world, "forced, whole", [*talk, NEXT_USER], **ESCALATE)
+    await chat(world, "large by name, whole", model="large")
+    await chat(world, "a prompt that begins alike", [{"role": "system", "content": f"{SYSTEM['content']} more"}, USER])
 
 
 @script("answers / every handoff is shadowed", shadow={"share": 1.0})
@@ -297,6 +299,13 @@ async def _(world: World) -> None:
     await chat(world, "own mapped cache", [*talk, NEXT_USER], **ESCALATE)
     await apply(world, "large-cached unavailable")
     await chat(world, "falls back", [SYSTEM, OTHER_USER], **ESCALATE)
+
+
+@script("answers / a shadowed descent whose answer fails", maps_down=True, shadow={"share": 1.0})
+async def _(world: World) -> None:
+    talk = await chat(world, "large by name", [SYSTEM, LONG_USER], model="large")
+    world.before("small-0", "chat", 1, partial(world.small.fail, "cached_chat", ERRORS["stale"], times=1))
+    await chat(world, "small", [*talk, NEXT_USER])
 
 
 @script("answers / a probe is no stall")
@@ -312,6 +321,22 @@ async def _(world: World) -> None:
     await chat(world, "forced", [USER], **ESCALATE)
     world.small.logprob = UNSURE
     await chat(world, "unsure", [OTHER_USER])
+
+
+@script("answers / a short prompt, and the large model fails")
+async def _(world: World) -> None:
+    for what in ("unavailable", "too-long", "late"):
+        await world.heal()
+        await apply(world, f"large {what}")
+        await chat(world, f"forced, {what}", [{"role": "user", "content": f"Is it {what}?"}], **ESCALATE)
+
+
+@script("answers / a short prompt, and one of two large workers fails", tiers="2+1")
+async def _(world: World) -> None:
+    for what in ("unavailable", "too-long"):
+        await world.heal()
+        await apply(world, f"large {what}")
+        await chat(world, f"forced, {what}", [{"role": "user", "content": f"Is it {what}?"}], **ESCALATE)
 
 
 @script("answers / a prefill would take too long to leave time for a handoff")
@@ -438,6 +463,13 @@ for _stream in (False, True):
     hang_up(f"from large by name{_how}", 2.5, _writes_slowly("large-0"), settings={}, model="large", **_form)
 hang_up("before large by name answers", 1.0, _delays("large-0", "chat"), settings={}, model="large")
 hang_up("during a forced prefill", 1.0, _delays("small-0", "prefill"), settings={}, **ESCALATE)
+
+
+@script("hang-ups / while a cached prompt is answered")
+async def _(world: World) -> None:
+    await chat(world, "first")
+    world.small.delay("cached_chat", 5.0)
+    await chat(world, "gone after 1 s", hang_up_at_s=1.0)
 
 
 @script("hang-ups / during an early handoff", **EARLY)

@@ -111,11 +111,12 @@ def _changes(expected: Any, got: Any, where: str) -> Iterator[str]:
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in dict.fromkeys([*expected, *got]):
             yield from _changes(expected.get(key), got.get(key), f"{where}{'' if where.endswith(' ') else '.'}{key}")
-    elif isinstance(expected, list) and isinstance(got, list) and list(map(_call, expected)) == list(map(_call, got)):
-        for index, (was, now) in enumerate(zip(expected, got, strict=True), 1):
-            yield from _changes(was, now, f"{where} {index} ({_call(was)})")
-    elif isinstance(expected, list) and isinstance(got, list):
-        yield f"{where}: expected {'; '.join(map(_call, expected))}"
-        yield f"{' ' * len(where)}  got      {'; '.join(map(_call, got))}"
+    elif where.endswith(": calls") and isinstance(expected, list) and isinstance(got, list):
+        before, after = list(map(_call, expected)), list(map(_call, got))
+        if before != after:
+            yield f"{where}: expected {'; '.join(before)}"
+            yield f"{' ' * len(where)}  got      {'; '.join(after)}"
+        for number, (call, was, now) in enumerate(zip(before, expected, got, strict=False), 1):
+            yield from _changes(was, now, f"{where} {number} ({call})") if before == after else ()
     elif expected != got:
         yield f"{where}: expected {_line(expected)}, got {_line(got)}"

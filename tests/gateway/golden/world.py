@@ -187,7 +187,7 @@ class World:
         told |= {"tools": len(body["tools"])} if body.get("tools") else {}
         if body.get("deadline_ms") is not None:
             told["deadline_s"] = round(body["deadline_ms"] / 1000, 3)
-        if (salt := self._salts.of(body.get("tenant_salt"))) != "s1":
+        if (salt := self._salts.of(body.get("tenant_salt"))) not in (None, "s1"):
             told["salt"] = salt
         return told
 
@@ -376,7 +376,7 @@ def _headers(reply: httpx.Response) -> Json:
 
 
 def _is_told(header: str) -> bool:
-    return header.startswith("x-kvrelay-") or header in ("retry-after", "x-should-retry", "connection")
+    return header.startswith("x-kvrelay-") or header in ("retry-after", "x-should-retry")
 
 
 def _error(error: Json) -> Json:
