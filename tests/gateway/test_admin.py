@@ -1,4 +1,4 @@
-"""`/admin`: on its own key, and on no other."""
+"""`/admin`: behind its own key, and no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def admin(stack: Stack, method: str, path: str) -> Any:
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
 @pytest.mark.parametrize("headers", [{}, key("default"), {"authorization": "Bearer "}])
-async def test_without_its_key_nothing_is_told_or_done(
+async def test_every_route_needs_the_admin_key(
     stack: Stack, method: str, path: str, headers: dict[str, str]
 ) -> None:
     refused = await stack.http.request(method, f"/admin/{path}", headers=headers)
@@ -62,24 +62,24 @@ async def test_without_its_key_nothing_is_told_or_done(
     assert not (await admin(stack, "GET", "state"))["workers"]["small-0"]["is_drained"]
 
 
-async def test_its_key_opens_nothing_else(stack: Stack) -> None:
+async def test_admin_key_is_not_an_api_key(stack: Stack) -> None:
     assert (await stack.http.get("/v1/models", headers=ADMIN)).status_code == 401
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
-async def test_without_a_key_file_there_is_no_such_route(method: str, path: str) -> None:
+async def test_routes_are_404_without_a_key_file(method: str, path: str) -> None:
     async with in_process() as stack:
         reply = await stack.http.request(method, f"/admin/{path}", headers=ADMIN)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
 
 
-def test_a_key_that_is_a_tenants_too_is_refused(tmp_path: Path) -> None:
+def test_key_of_a_tenant_is_rejected(tmp_path: Path) -> None:
     shared = values(tenants={"default": {"api_keys": [key_hash(ADMIN_KEY)]}}, admin=key_file(tmp_path))
     with pytest.raises(SettingsError, match=r"admin\.key_file: a tenant has the same key"):
         create_app(settings.from_values(shared), FAKE_SECRET)
 
 
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_key_file_readable_by_others_is_rejected(tmp_path: Path) -> None:
     open_to_all = key_file(tmp_path)
     Path(open_to_all["key_file"]).chmod(0o644)
     with pytest.raises(SettingsError, match=r"admin\.key_file: .* has mode 0644"):
@@ -100,7 +100,7 @@ async def test_usage_by_tenant(stack: Stack) -> None:
     assert not any(secret in str(used) for secret in KEYS.values())
 
 
-async def test_a_drained_worker_gets_no_new_calls(stack: Stack) -> None:
+async def test_drained_worker_gets_no_new_calls(stack: Stack) -> None:
     await ask(stack, "acme")
     assert (await admin(stack, "POST", "workers/small-0/drain"))["is_usable"] is False
     num_calls = len(stack.small.requests("prefill") + stack.small.requests("cached_chat"))
@@ -111,7 +111,7 @@ async def test_a_drained_worker_gets_no_new_calls(stack: Stack) -> None:
     assert report(await ask(stack, "acme"))["tier"] == "large", "a reload does not bring it back"
 
 
-async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) -> None:
+async def test_resumed_worker_still_has_its_caches(stack: Stack) -> None:
     await ask(stack, "acme")
     await admin(stack, "POST", "workers/small-0/drain")
     await ask(stack, "acme")
@@ -119,7 +119,7 @@ async def test_a_drained_worker_is_taken_up_again_with_its_caches(stack: Stack) 
     assert report(await ask(stack, "acme"))["path"] == "exact"
 
 
-async def test_a_drained_worker_that_comes_again_is_still_to_be_left_alone(stack: Stack) -> None:
+async def test_drained_worker_that_returns_stays_drained(stack: Stack) -> None:
     gateway = stack.app.state.gateway
     large_1 = {"large-1": settings.WorkerLocation(tier="large", url="http://large-1")}
 
@@ -137,7 +137,7 @@ async def test_a_drained_worker_that_comes_again_is_still_to_be_left_alone(stack
     assert not await is_drained()
 
 
-async def test_circuits_are_told(stack: Stack) -> None:
+async def test_state_shows_circuits(stack: Stack) -> None:
     assert (await admin(stack, "GET", "state"))["generation"] == 1
     stack.large.garble("transfer")
     for number in range(5):
@@ -148,7 +148,7 @@ async def test_circuits_are_told(stack: Stack) -> None:
     assert workers["small-0"]["circuits"] == {"answers": "closed", "transfers": "closed"}
 
 
-async def test_a_bundle_that_was_switched_off_is_switched_on_again(stack: Stack) -> None:
+async def test_resume_a_bundle(stack: Stack) -> None:
     stack.large.bundle_off = "top-1 agreement is below the gate's"
     await stack.check_health()
     state = await admin(stack, "GET", "state")
@@ -170,7 +170,7 @@ async def test_a_bundle_that_was_switched_off_is_switched_on_again(stack: Stack)
         (BUNDLE, WorkerUnavailable("http://10.0.0.7:8001 is gone"), 502, "the model's worker failed"),
     ],
 )
-async def test_one_that_cannot_be_is_told(
+async def test_resume_of_an_unusable_bundle_is_an_error(
     stack: Stack, path: str, error: KvrelayError | None, status: int, says: str
 ) -> None:
     if error is not None:
@@ -179,7 +179,7 @@ async def test_one_that_cannot_be_is_told(
     assert reply.status_code == status and says in reply.json()["error"]["message"]
 
 
-async def test_an_unknown_worker_is_named(stack: Stack) -> None:
+async def test_unknown_worker_is_named(stack: Stack) -> None:
     reply = await stack.http.post("/admin/workers/small-7/drain", headers=ADMIN)
     assert (reply.status_code, reply.json()["error"]["message"]) == (
         404,
@@ -203,7 +203,7 @@ async def from_file(path: Path, config: dict[str, Any]) -> AsyncIterator[httpx.A
             yield http
 
 
-async def test_reload_tells_what_came_of_it(tmp_path: Path) -> None:
+async def test_reload_reports_its_result(tmp_path: Path) -> None:
     key_file(tmp_path)
     config = values(admin={"key_file": "admin-key"})  # from the file's own folder
     path = tmp_path / "kvrelay.yaml"

@@ -1,4 +1,4 @@
-"""A client that hangs up stops the worker, wherever the request stands; and it is counted by phase."""
+"""A client that hangs up stops the worker in every phase of a request, and is counted by phase."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def stack() -> AsyncIterator[Stack]:
 
 @pytest.fixture
 async def stalling() -> AsyncIterator[Stack]:
-    """Its clients must take something now and then of the large model's answer, which is long."""
+    """The large model's answer is long, and a client may stall for 0.3 s only."""
     async with live_stack(deadlines=STALLING) as stack:
         stack.large.answer = MUCH
         yield stack
 
 
 async def hang_up_once_called(stack: Stack, worker: FakeWorker, call: str, **fields: Any) -> None:
-    """Sends a request and closes the connection as soon as the worker has got the call."""
+    """Send a request and close the connection as soon as the worker has received the call."""
     async with httpx.AsyncClient(base_url=stack.url) as client:
         body = {"model": "auto", "messages": MESSAGES} | fields
         task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -58,7 +58,7 @@ async def hang_up_once_called(stack: Stack, worker: FakeWorker, call: str, **fie
         ("large", "cached_chat", "large_answer"),
     ],
 )
-async def test_hanging_up_stops_the_call_under_way(
+async def test_disconnect_cancels_the_call_in_flight(
     stack: Stack, worker: str, call: str, phase: str, stream: bool
 ) -> None:
     called: FakeWorker = getattr(stack, worker)
@@ -67,12 +67,12 @@ async def test_hanging_up_stops_the_call_under_way(
     await eventually(lambda: called.num_disconnects == 1)
     await eventually(lambda: stack.metric("client_disconnects_total", phase=phase) == 1)
     called.heal()
-    assert text(await stack.chat()) == right_answer(stack.large, MESSAGES), "everything was given back"
+    assert text(await stack.chat()) == right_answer(stack.large, MESSAGES), "everything was released"
     assert stack.metric("num_requests_running", tier="small") == stack.metric("num_requests_running", tier="large") == 0
 
 
-async def test_hanging_up_within_the_body(stack: Stack) -> None:
-    """It is counted as what it is, and not as a bug of ours."""
+async def test_disconnect_during_the_body(stack: Stack) -> None:
+    """It is counted as a disconnect, not as an internal error."""
     url = httpx.URL(stack.url)
     _, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: 999\r\n\r\n{")
@@ -84,7 +84,7 @@ async def test_hanging_up_within_the_body(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("call", ["chat", "cached_chat"])
-async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: str) -> None:
+async def test_disconnect_during_a_stream_stops_the_model(stack: Stack, call: str) -> None:
     stack.large.answer = " ".join(["word"] * 500)
     stack.large.token_s = 0.02
     fields: dict[str, Any] = {"model": "large"} if call == "chat" else {}
@@ -99,40 +99,40 @@ async def test_hanging_up_within_a_stream_stops_the_model(stack: Stack, call: st
     await eventually(lambda: stack.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_a_client_that_takes_nothing_of_a_stream_is_not_waited_for(stalling: Stack) -> None:
-    async with raw_post(stalling, asked(stream=True)) as (_, writer):
+async def test_client_that_stalls_in_a_stream_is_disconnected(stalling: Stack) -> None:
+    async with raw_post(stalling, chat_body(stream=True)) as (_, writer):
         await eventually(lambda: stalling.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
         await eventually(lambda: stalling.metric("num_requests_running", tier="large") == 0)
         await eventually(lambda: not is_established(writer))
 
 
-async def test_a_client_that_takes_nothing_of_a_whole_answer_is_let_go(stalling: Stack) -> None:
-    async with raw_post(stalling, asked(stream=False)) as (_, writer):
+async def test_client_that_stalls_in_a_whole_answer_is_disconnected(stalling: Stack) -> None:
+    async with raw_post(stalling, chat_body(stream=False)) as (_, writer):
         await eventually(lambda: stalling.metric("requests_total", model="large", status="200") == 1, within_s=10)
         assert is_established(writer)
         await eventually(lambda: not is_established(writer))
 
 
-async def test_a_stream_is_not_begun_for_a_client_that_takes_nothing(stalling: Stack) -> None:
-    """It asks again over a connection on which it has left an answer unread."""
-    async with raw_post(stalling, asked(stream=False)) as (_, writer):
+async def test_client_that_stalls_gets_no_new_stream(stalling: Stack) -> None:
+    """Its second request comes over a connection whose first reply it has not read."""
+    async with raw_post(stalling, chat_body(stream=False)) as (_, writer):
         await eventually(lambda: stalling.metric("requests_total", model="large", status="200") == 1, within_s=10)
         stalling.large.answer = "word"
-        writer.write(head(stalling, len(asked(stream=True))) + asked(stream=True))
+        writer.write(head(stalling, len(chat_body(stream=True))) + chat_body(stream=True))
         await eventually(lambda: stalling.metric("client_disconnects_total", phase="stream") == 1, within_s=10)
         await eventually(lambda: stalling.metric("num_requests_running", tier="large") == 0)
 
 
-async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(stalling: Stack) -> None:
-    async with raw_post(stalling, asked(stream=False)) as (reader, _):
-        told = await reader.readuntil(b"\r\n\r\n")
-        left = int(told.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+async def test_slow_client_gets_its_whole_answer(stalling: Stack) -> None:
+    async with raw_post(stalling, chat_body(stream=False)) as (reader, _):
+        response_head = await reader.readuntil(b"\r\n\r\n")
+        left = int(response_head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         while left:
             await asyncio.sleep(STALLING["client_stall_s"] / 10)
             left -= len(await reader.readexactly(min(left, 2_000_000)))
 
 
-async def test_a_body_that_never_comes_is_not_waited_for() -> None:
+async def test_body_that_never_arrives_is_a_408() -> None:
     async with live_stack(deadlines={"request_s": 60.0, "body_s": 0.3}) as stack:
         async with raw_post(stack, b'{"model": ', declared=1000) as (reader, _):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)
@@ -143,7 +143,7 @@ async def test_a_body_that_never_comes_is_not_waited_for() -> None:
 async def raw_post(
     stack: Stack, body: bytes, *, declared: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Sends a request by hand, and reads nothing of the reply."""
+    """Send a request by hand, and read nothing of the reply."""
     url = httpx.URL(stack.url)
     reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
     writer.write(head(stack, len(body) if declared is None else declared) + body)
@@ -159,12 +159,12 @@ def head(stack: Stack, num_bytes: int) -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\nhost: {stack.url}\r\ncontent-length: {num_bytes}\r\n\r\n".encode()
 
 
-def asked(*, stream: bool) -> bytes:
+def chat_body(*, stream: bool) -> bytes:
     return orjson.dumps({"model": "large", "messages": MESSAGES, "stream": stream})
 
 
 def is_established(writer: asyncio.StreamWriter) -> bool:
-    """As the kernel has it, whatever of it has been read: tcp(7)."""
+    """The state of the connection in the kernel, tcp(7), whether or not the reply has been read."""
     state: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
     return state[0] == TCP_ESTABLISHED
 
@@ -173,7 +173,7 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-async def test_a_disconnect_cancels_the_guarded_block_and_nothing_else() -> None:
+async def test_disconnect_cancels_only_the_guarded_block() -> None:
     events: list[str] = []
     gone = asyncio.Event()
 
@@ -199,12 +199,12 @@ async def test_a_disconnect_cancels_the_guarded_block_and_nothing_else() -> None
             with pytest.raises(ClientDisconnected):
                 with watch.guard():
                     await work()
-    assert events == ["begun", "cleaned up"] * 2 + ["disconnect"] * 2, "work that would begin too late never does"
+    assert events == ["begun", "cleaned up"] * 2 + ["disconnect"] * 2, "nothing begins after the disconnect"
     current = asyncio.current_task()
     assert current is not None and not current.cancelling()
 
 
-async def test_a_cancellation_from_elsewhere_is_no_disconnect() -> None:
+async def test_cancellation_from_elsewhere_is_not_a_disconnect() -> None:
     disconnects: list[None] = []
 
     async def guarded() -> None:
@@ -219,7 +219,7 @@ async def test_a_cancellation_from_elsewhere_is_no_disconnect() -> None:
     assert task.cancelled() and disconnects == []
 
 
-async def test_work_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disconnect, "CANCEL_AGAIN_S", 0.01)
     num_swallowed = 0
 
@@ -238,7 +238,7 @@ async def test_work_that_swallows_a_cancellation_is_cancelled_again(monkeypatch:
     assert current is not None and not current.cancelling()
 
 
-async def test_hang_ups_do_not_open_the_circuit(stack: Stack) -> None:
+async def test_disconnects_do_not_open_the_circuit(stack: Stack) -> None:
     stack.large.delay("chat", 30.0)
     for expected in range(1, 7):
         stack.large.calls.clear()

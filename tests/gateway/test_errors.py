@@ -1,4 +1,4 @@
-"""Bad input gets the OpenAI error shape, with the value and what is allowed; and it harms nobody else."""
+"""Invalid input gets an error in the OpenAI shape, with the value and what is allowed; others are not affected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "not permitted"),
     ],
 )
-async def test_bad_values_are_named(stack: Stack, fields: dict[str, Any], param: str, message: str) -> None:
+async def test_invalid_value_is_named(stack: Stack, fields: dict[str, Any], param: str, message: str) -> None:
     reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES} | fields)
     error = error_of(reply)
     assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
@@ -63,7 +63,7 @@ async def test_bad_values_are_named(stack: Stack, fields: dict[str, Any], param:
     assert stack.small.calls == [call for call in stack.small.calls if call.name in ("info", "readyz")]
 
 
-async def test_an_unknown_model_is_a_404_that_names_what_there_is(stack: Stack) -> None:
+async def test_unknown_model_is_a_404_that_lists_the_known_ones(stack: Stack) -> None:
     reply = await stack.chat(model="gpt-17")
     error = error_of(reply)
     assert (reply.status_code, error["code"]) == (404, "model_not_found")
@@ -83,7 +83,7 @@ async def test_an_unknown_model_is_a_404_that_names_what_there_is(stack: Stack) 
     ],
     ids=["empty", "cut", "array", "surrogate", "deep", "nan", "binary"],
 )
-async def test_a_body_that_is_none(stack: Stack, raw: bytes, message: str) -> None:
+async def test_malformed_body_is_a_400(stack: Stack, raw: bytes, message: str) -> None:
     reply = await stack.http.post("/v1/chat/completions", content=raw)
     assert reply.status_code == 400
     assert message in error_of(reply)["message"]
@@ -102,7 +102,7 @@ async def test_a_body_that_is_none(stack: Stack, raw: bytes, message: str) -> No
         ("frequency_penalty", False),
     ],
 )
-async def test_a_value_of_another_type_is_refused_and_not_read_as_what_it_may_mean(
+async def test_value_of_another_type_is_not_coerced(
     stack: Stack, field: str, value: Any
 ) -> None:
     reply = await stack.chat(**{field: value})
@@ -110,13 +110,13 @@ async def test_a_value_of_another_type_is_refused_and_not_read_as_what_it_may_me
 
 
 @pytest.mark.parametrize("given", [{"include_usage": "yes"}, {"include_usage": 1}])
-async def test_so_is_one_within_another(stack: Stack, given: dict[str, Any]) -> None:
+async def test_nested_value_of_another_type_is_not_coerced(stack: Stack, given: dict[str, Any]) -> None:
     reply = await stack.chat(stream=True, stream_options=given)
     assert (reply.status_code, error_of(reply)["param"]) == (400, "stream_options.include_usage")
 
 
 @pytest.mark.parametrize("given", [{"best_of": True}, {"echo": 0}])
-async def test_so_it_is_of_a_text(stack: Stack, given: dict[str, Any]) -> None:
+async def test_value_of_another_type_is_not_coerced_in_text_completions(stack: Stack, given: dict[str, Any]) -> None:
     reply = await stack.http.post("/v1/completions", json={"model": "auto", "prompt": "Hello"} | given)
     assert (reply.status_code, error_of(reply)["param"]) == (400, *given)
 
@@ -125,7 +125,7 @@ NULLS = ["temperature", "top_p", "n", "stream", "stop", "seed", "user", "kvrelay
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "nulls"),
     [
         ("chat/completions", dict.fromkeys([*NULLS, "logprobs", "top_logprobs", "tools", "functions"])),
         ("chat/completions", {"kvrelay": dict.fromkeys(["policy", "max_tier", "exact", "explain", "agreement_probe"])}),
@@ -133,14 +133,14 @@ NULLS = ["temperature", "top_p", "n", "stream", "stop", "seed", "user", "kvrelay
         ("prefix/prefill", dict.fromkeys(["tools", "stable_messages", "ttl_s", "messages"])),
     ],
 )
-async def test_null_asks_for_nothing(stack: Stack, path: str, asked: dict[str, Any]) -> None:
+async def test_null_means_the_default(stack: Stack, path: str, nulls: dict[str, Any]) -> None:
     text = {"prefix": "Hello"} if path == "prefix/prefill" else {"model": "auto", "prompt": "Hello"}
     body = {"model": "auto", "messages": MESSAGES} if path == "chat/completions" else text
-    reply = await stack.http.post(f"/v1/{path}", json=body | asked)
+    reply = await stack.http.post(f"/v1/{path}", json=body | nulls)
     assert reply.status_code == 200, reply.text
 
 
-async def test_null_is_no_value_of_what_is_needed(stack: Stack) -> None:
+async def test_null_in_a_required_field_means_missing(stack: Stack) -> None:
     error = error_of(await stack.chat(model=None))
     assert (error["param"], error["message"]) == ("model", "model: this field is required")
 
@@ -157,7 +157,7 @@ async def test_null_is_no_value_of_what_is_needed(stack: Stack) -> None:
         {"stream_options": {ENDLESS: 1}},
     ],
 )
-async def test_a_long_value_or_name_is_not_echoed_whole(stack: Stack, fields: dict[str, Any]) -> None:
+async def test_long_value_or_name_is_clipped_in_the_error(stack: Stack, fields: dict[str, Any]) -> None:
     reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": MESSAGES} | fields)
     assert reply.status_code in (400, 404)
     assert len(reply.content) < 1000
@@ -184,7 +184,7 @@ async def test_bodies_and_headers_are_bounded() -> None:
 @pytest.mark.parametrize(
     "field", [{"metadata": [[]] * 40_000}, {"stop": ["x"] * 40_000}, {"messages": [{}] * 40_000}], ids=min
 )
-async def test_a_body_of_countless_values_is_not_looked_through(stack: Stack, field: dict[str, Any]) -> None:
+async def test_body_with_too_many_values_is_a_413(stack: Stack, field: dict[str, Any]) -> None:
     reply = await stack.chat(**field)
     assert (reply.status_code, error_of(reply)["code"]) == (413, "request_too_large")
     assert "more than 32768 values" in error_of(reply)["message"]
@@ -201,8 +201,8 @@ async def test_a_body_of_countless_values_is_not_looked_through(stack: Stack, fi
     ],
     ids=["messages", "parts", "calls", "stop", "tools"],
 )
-def test_of_countless_wrong_items_one_is_looked_at(fields: dict[str, Any]) -> None:
-    """To find them all takes a second of everybody's time."""
+def test_validation_stops_at_the_first_invalid_item(fields: dict[str, Any]) -> None:
+    """Describing them all would block the event loop for a second."""
     with pytest.raises(ValidationError) as refused:
         ChatCompletionRequest.model_validate({"model": "auto", "messages": [USER]} | fields)
     assert refused.value.error_count() <= 3
@@ -214,7 +214,7 @@ COUNTLESS = {f"field_{number}": 1 for number in range(1000)}
 @pytest.mark.parametrize(
     "fields", [COUNTLESS, {"kvrelay": COUNTLESS}, {"response_format": {"json_schema": COUNTLESS}}], ids=min
 )
-async def test_nor_is_an_object_of_countless_fields(stack: Stack, fields: dict[str, Any]) -> None:
+async def test_object_with_too_many_fields_is_a_413(stack: Stack, fields: dict[str, Any]) -> None:
     reply = await stack.http.post("/v1/chat/completions", json={"model": "auto", "messages": [USER]} | fields)
     assert (reply.status_code, error_of(reply)["code"]) == (413, "request_too_large")
     assert "more than 256 fields" in error_of(reply)["message"]
@@ -229,7 +229,7 @@ async def test_nor_is_an_object_of_countless_fields(stack: Stack, fields: dict[s
         ("GET", "/v1/models/gpt-17", 404),
     ],
 )
-async def test_routes_that_are_none(stack: Stack, method: str, path: str, status: int) -> None:
+async def test_unknown_routes_and_methods(stack: Stack, method: str, path: str, status: int) -> None:
     reply = await stack.http.request(method, path)
     assert reply.status_code == status
     assert error_of(reply)["type"] == "invalid_request_error"
@@ -244,16 +244,16 @@ async def test_bad_requests_do_not_open_the_circuit(stack: Stack) -> None:
     assert stack.metric("circuit_state", target="large-0") == 0
 
 
-async def test_a_failing_worker_does(stack: Stack) -> None:
+async def test_failing_worker_opens_the_circuit(stack: Stack) -> None:
     stack.small.garble("prefill")
     for _ in range(8):
         await stack.chat()
     assert stack.metric("circuit_state", target="small-0") == 2
-    assert len(stack.small.requests("prefill")) == 4, "then it is left alone"
+    assert len(stack.small.requests("prefill")) == 4, "no calls while the circuit is open"
     assert stack.metric("circuit_transitions_total", target="small-0", to="open") == 1
 
 
-async def test_a_failing_transfer_leaves_the_large_models_answers_alone(stack: Stack) -> None:
+async def test_failing_transfers_open_a_circuit_of_their_own(stack: Stack) -> None:
     stack.large.garble("transfer")
     prompts = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(6)]
     paths = [(await stack.escalate(prompt)).headers["x-kvrelay-path"] for prompt in prompts]
@@ -262,14 +262,14 @@ async def test_a_failing_transfer_leaves_the_large_models_answers_alone(stack: S
     assert stack.metric("circuit_state", target="large-0") == 0
 
 
-async def test_full_queues_say_when_to_come_again(stack: Stack) -> None:
+async def test_full_queue_of_a_worker_is_a_503_with_retry_after(stack: Stack) -> None:
     stack.large.fail("chat", Overloaded("the queue is full", retry_after_s=4))
     reply = await stack.chat(model="large")
     assert (reply.status_code, error_of(reply)["type"]) == (503, "overloaded")
     assert reply.headers["retry-after"] == "4"
 
 
-async def test_a_tenant_over_its_share_gets_429() -> None:
+async def test_tenant_over_its_share_gets_a_429() -> None:
     async with in_process(limits={"max_concurrency_per_tenant": 1}) as stack:
         stack.large.delay("chat", 0.3)
         replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(3)))
@@ -279,7 +279,7 @@ async def test_a_tenant_over_its_share_gets_429() -> None:
         assert int(refused.headers["retry-after"]) >= 1
 
 
-async def test_a_tiers_queue_is_bounded() -> None:
+async def test_queue_of_a_tier_is_bounded() -> None:
     async with in_process(limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 1}) as stack:
         stack.large.delay("chat", 0.2)
         replies = await asyncio.gather(*(stack.chat(model="large") for _ in range(4)))
@@ -287,7 +287,7 @@ async def test_a_tiers_queue_is_bounded() -> None:
         assert all(reply.headers["retry-after"] for reply in replies if reply.status_code == 503)
 
 
-async def test_a_full_small_tier_is_no_error_for_the_user() -> None:
+async def test_full_small_tier_falls_back() -> None:
     async with in_process(limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 1}) as stack:
         stack.small.delay("prefill", 0.2)
         replies = await asyncio.gather(*(stack.chat() for _ in range(3)))
@@ -296,18 +296,18 @@ async def test_a_full_small_tier_is_no_error_for_the_user() -> None:
 
 
 @pytest.mark.parametrize("offered", ["abc-123", "A" * 128])
-async def test_a_clean_request_id_is_kept(stack: Stack, offered: str) -> None:
+async def test_well_formed_request_id_is_kept(stack: Stack, offered: str) -> None:
     reply = await stack.http.get("/v1/models", headers={"x-request-id": offered})
     assert reply.headers["x-request-id"] == offered
 
 
 @pytest.mark.parametrize("offered", ["", "a b", "A" * 129, "x\ty", "<script>"])
-async def test_any_other_request_id_is_replaced(stack: Stack, offered: str) -> None:
+async def test_malformed_request_id_is_replaced(stack: Stack, offered: str) -> None:
     reply = await stack.http.get("/v1/models", headers={"x-request-id": offered})
     assert reply.headers["x-request-id"] not in ("", offered)
 
 
-async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
+async def test_bug_is_a_500_in_the_openai_shape(stack: Stack) -> None:
     stack.app.state.gateway.current.tenants = None
     reply = await stack.http.get("/v1/models")
     assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
@@ -316,13 +316,13 @@ async def test_a_bug_of_ours_is_a_500_in_the_same_shape(stack: Stack) -> None:
 
 
 class Repeating:
-    """A bug whose words are the client's."""
+    """A bug whose message contains client input."""
 
     def authenticate(self, authorization: str | None) -> None:
         raise ValueError(f"bad header {authorization}")
 
 
-async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(stack: Stack) -> None:
+async def test_bug_is_logged_with_its_traceback_but_not_its_message(stack: Stack) -> None:
     stack.app.state.gateway.current.tenants = Repeating()
     with capture_logs() as logged:
         await stack.http.get("/v1/models", headers={"authorization": "canary"})

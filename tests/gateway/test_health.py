@@ -21,7 +21,7 @@ async def test_ready_with_one_usable_tier(stack: Stack) -> None:
     assert (reply.status_code, reply.json()["tiers"]) == (200, {"small": False, "large": True})
 
 
-async def test_not_ready_without_any(stack: Stack) -> None:
+async def test_not_ready_without_a_usable_tier(stack: Stack) -> None:
     for worker in (stack.small, stack.large):
         worker.fail("readyz", WorkerUnavailable("draining"))
     await stack.check_health()
@@ -44,7 +44,7 @@ async def test_not_ready_while_draining(stack: Stack) -> None:
     assert (await stack.chat()).status_code == 200, "what still comes is still answered"
 
 
-async def test_a_load_balancer_may_ask_for_the_head_alone(stack: Stack) -> None:
+async def test_head_requests(stack: Stack) -> None:
     for path in ("/livez", "/readyz", "/health", "/metrics"):
         assert (await stack.http.head(path)).status_code == 200
     stack.app.state.gateway.is_draining = True

@@ -27,7 +27,7 @@ CALLS = {
     "GET": ["models", "models/{name}"],
 }
 OPERATIONS = [(method, f"/v1/{path}") for method, paths in CALLS.items() for path in paths]
-MOST = settings(
+HYPOTHESIS = settings(
     max_examples=12,
     deadline=None,
     database=None,
@@ -39,18 +39,18 @@ MOST = settings(
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Served from a loop of its own: what asks is synchronous."""
+    """Runs on an event loop of its own, because the tests are synchronous."""
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)
     thread.start()
     held = AsyncExitStack()
 
-    def there(work: Any) -> Any:
+    def run(work: Any) -> Any:
         running: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
         return running.result(60)
 
-    yield there(held.enter_async_context(live_stack(tenants=TENANTS)))
-    there(held.aclose())
+    yield run(held.enter_async_context(live_stack(tenants=TENANTS)))
+    run(held.aclose())
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -58,7 +58,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def document(stack: Stack) -> dict[str, Any]:
-    """With the names that the configuration knows: any other ends in the same refusal."""
+    """Narrowed to the configured model names: every other name gets the same error."""
     described: dict[str, Any] = httpx.get(f"{stack.url}/openapi.json").json()
     for name, schema in described["components"]["schemas"].items():
         for field in ("model", "target_model"):
@@ -67,7 +67,7 @@ def document(stack: Stack) -> dict[str, Any]:
     return described
 
 
-def test_the_document_describes_what_is_served(document: dict[str, Any]) -> None:
+def test_document_describes_every_route(document: dict[str, Any]) -> None:
     described = {(method.upper(), path) for path, one in document["paths"].items() for method in one}
     assert described >= set(OPERATIONS)
     assert {path for _, path in described} - {path for _, path in OPERATIONS} == {
@@ -96,7 +96,7 @@ CHAT = {"model": "large", "messages": MESSAGES}
         ("GET", "/readyz", None),
     ],
 )
-def test_replies_and_errors_are_as_described(
+def test_replies_and_errors_match_their_schemas(
     stack: Stack, document: dict[str, Any], method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as http:
@@ -119,14 +119,14 @@ def validate(document: dict[str, Any], response: dict[str, Any], body: Any) -> N
     jsonschema.validate(body, schema | {"components": document["components"]})
 
 
-def test_every_operation_has_a_name_of_its_own_and_no_422(document: dict[str, Any]) -> None:
+def test_operation_ids_are_unique_and_422_is_absent(document: dict[str, Any]) -> None:
     operations = [one for methods in document["paths"].values() for one in methods.values()]
     assert len({one["operationId"] for one in operations}) == len(operations)
     assert all("422" not in one["responses"] for one in operations)
 
 
 @pytest.mark.parametrize("docs", [True, False])
-async def test_the_documentation_page_can_be_switched_off(docs: bool) -> None:
+async def test_documentation_page_can_be_switched_off(docs: bool) -> None:
     async with in_process(server={"docs": docs}) as stack:
         page = await stack.http.get("/docs")
         assert (await stack.http.get("/openapi.json")).json()["info"]["title"] == "kvrelay"
@@ -146,7 +146,7 @@ def test_no_request_ends_in_a_5xx(
     operation = schemathesis.openapi.from_dict(document)[path][method]
     strategy = operation.as_strategy(generation_mode=mode)
 
-    @MOST
+    @HYPOTHESIS
     @given(case=strategy)
     def holds(case: Any) -> None:
         reply = case.call(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
@@ -154,5 +154,5 @@ def test_no_request_ends_in_a_5xx(
         if reply.status_code >= 400:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
-    run: Callable[[], None] = holds
-    run()
+    check: Callable[[], None] = holds
+    check()

@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: how it starts, tells where it is, and ends; and what it never imports."""
+"""`python -m gateway` as a process: startup, ready file, shutdown, and what it never imports."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def told_by(ready: Path, process: subprocess.Popen[str], within_s: float = 30.0)
     return dict(json.loads(ready.read_text()))
 
 
-async def test_it_tells_where_it_listens_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
+async def test_writes_ready_file_answers_and_drains_on_sigterm(tmp_path: Path) -> None:
     deadlines = {"request_s": 10.0, "decode_reserve_s": 0.5, "shutdown_grace_s": 0.6, "drain_s": 10.0}
     with workers() as (_, large, section):
         config = configured(tmp_path, workers=section, deadlines=deadlines)
@@ -96,14 +96,14 @@ async def test_it_tells_where_it_listens_answers_and_drains_on_sigterm(tmp_path:
             assert process.wait(timeout=10) == 0
 
 
-def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs() -> None:
-    """Else a request that is just being sent meets a connection that is just being closed."""
+def test_idle_connections_outlive_those_of_clients() -> None:
+    """Otherwise a request could meet a connection that is being closed."""
     kept_s = Server(create_app(from_values(values()), FAKE_SECRET), None).config.timeout_keep_alive
     assert kept_s > 60, "as load balancers do"
     assert kept_s > (httpx.Limits().keepalive_expiry or 0)
 
 
-def test_a_sighup_during_its_start_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+def test_sighup_during_startup_reloads_later(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     with free_socket() as silent:  # a worker that is looked at while the gateway starts
         section = {name: {"tier": name[:5], "url": url_of(silent)} for name in ("small-0", "large-0")}
@@ -114,13 +114,13 @@ def test_a_sighup_during_its_start_is_heard_and_ends_nothing(tmp_path: Path) -> 
         process.send_signal(signal.SIGHUP)
     told_by(ready, process)
     process.terminate()  # there is a grace, in which the file is read
-    told = [json.loads(line) for line in process.communicate(timeout=10)[1].splitlines()]
+    lines = [json.loads(line) for line in process.communicate(timeout=10)[1].splitlines()]
     assert process.returncode == 0
-    assert "config_reloaded" in [line["event"] for line in told]
+    assert "config_reloaded" in [line["event"] for line in lines]
 
 
-async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
-    """Its log is JSON to the end, whatever uvicorn says of a client."""
+async def test_ctrl_c_shuts_down_gracefully(tmp_path: Path) -> None:
+    """Every log line is JSON, uvicorn's included."""
     with workers() as (_, _, section), gateway(configured(tmp_path, workers=section)) as (process, url):
         reader, writer = await asyncio.open_connection(httpx.URL(url).host, httpx.URL(url).port)
         writer.write(b"no HTTP\r\n\r\n")
@@ -128,11 +128,11 @@ async def test_ctrl_c_ends_it_in_good_order(tmp_path: Path) -> None:
         writer.close()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0
-        told = [json.loads(line) for line in process.communicate()[1].splitlines()]
-        assert "Invalid HTTP request received." in [line.get("message") for line in told]
+        lines = [json.loads(line) for line in process.communicate()[1].splitlines()]
+        assert "Invalid HTTP request received." in [line.get("message") for line in lines]
 
 
-def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+def test_dies_with_its_parent(tmp_path: Path) -> None:
     config = configured(tmp_path)
     ready = tmp_path / "ready.json"
     parent = subprocess.Popen(
@@ -160,8 +160,8 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stderr.close()
 
 
-def test_it_does_not_begin_without_its_parent(tmp_path: Path) -> None:
-    """A parent that ended before the child could ask for a signal at its end."""
+def test_does_not_start_without_its_parent(tmp_path: Path) -> None:
+    """The parent may end before the child has asked for a signal at its end."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(30)
     arguments = command(configured(tmp_path), "--die-with-parent", str(ended.pid))
@@ -185,7 +185,7 @@ def is_running(pid: int) -> bool:
         ({"secret_file": "nowhere"}, "secret_file: cannot read"),
     ],
 )
-def test_a_configuration_that_cannot_be_used_ends_it_at_once(
+def test_invalid_configuration_exits_with_2(
     tmp_path: Path, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configured(tmp_path)
@@ -194,20 +194,20 @@ def test_a_configuration_that_cannot_be_used_ends_it_at_once(
     assert message in capsys.readouterr().err
 
 
-def test_an_address_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with free_socket() as taken:
         port = str(taken.getsockname()[1])
         assert main(["--config", str(configured(tmp_path)), "--port", port]) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_a_port_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_port_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(configured(tmp_path)), "--port", "70000"]) == 2
     assert "--port: Input should be less than or equal to 65535, got 70000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nowhere/ready.json", "."])
-def test_a_ready_file_that_cannot_be_written_is_named(
+def test_unwritable_ready_file_is_named(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ready = tmp_path / name
@@ -236,7 +236,7 @@ print("imported")
 """
 
 
-def test_neither_torch_nor_transformers_is_needed() -> None:
+def test_gateway_needs_neither_torch_nor_transformers() -> None:
     script = textwrap.dedent(IMPORT_WITHOUT).format(banned=("torch", "transformers", "mappers", "numpy", "safetensors"))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "imported", done.stderr

@@ -1,4 +1,4 @@
-"""What a client may send, byte by byte, over a real socket: bounded in size and time, and heard when it hangs up."""
+"""Raw bytes over a real socket: bounds on size and time, and disconnects."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ async def connected(stack: Stack) -> AsyncIterator[Sockets]:
         writer.close()
 
 
-async def sent_on(writer: asyncio.StreamWriter, piece: bytes, most: int = 64 * 2**20) -> int:
-    """How many bytes of endless pieces the gateway took before it closed; `most` if it never did."""
+async def bytes_accepted(writer: asyncio.StreamWriter, piece: bytes, max_bytes: int = 64 * 2**20) -> int:
+    """Number of bytes of endless pieces that the gateway accepted before it closed; `max_bytes` if it never did."""
     num_bytes = 0
     try:
-        while num_bytes < most:
+        while num_bytes < max_bytes:
             writer.write(piece)
             await writer.drain()
             num_bytes += len(piece)
@@ -73,13 +73,13 @@ async def refused(reader: asyncio.StreamReader) -> tuple[int, str]:
     [(HEAD, b"x: %s\r\n"), (HEAD + b"x: ", b"%s"), (b"GET /", b"%s")],
     ids=["headers", "header", "url"],
 )
-async def test_an_endless_head_is_not_kept(stack: Stack, begun: bytes, piece: bytes) -> None:
+async def test_endless_head_is_not_buffered(stack: Stack, begun: bytes, piece: bytes) -> None:
     async with connected(stack) as (_, writer):
         writer.write(begun)
-        assert await sent_on(writer, piece % (b"a" * 65_000)) < 16 * 2**20
+        assert await bytes_accepted(writer, piece % (b"a" * 65_000)) < 16 * 2**20
 
 
-async def test_a_head_that_is_too_large_is_told_so(stack: Stack) -> None:
+async def test_oversized_head_is_a_431(stack: Stack) -> None:
     async with connected(stack) as (reader, writer):
         for piece in (b"GET /", b"a" * 10_000, b"a" * 10_000):
             writer.write(piece)
@@ -91,7 +91,7 @@ async def test_a_head_that_is_too_large_is_told_so(stack: Stack) -> None:
 
 @pytest.mark.parametrize("before", [b"", LIVEZ], ids=["first", "later"])
 @pytest.mark.parametrize("drip", [b"a: b\r\n", b"\r\n"], ids=["headers", "nothing"])
-async def test_a_head_that_drips_in_is_not_waited_for(stack: Stack, before: bytes, drip: bytes) -> None:
+async def test_head_that_trickles_in_is_a_408(stack: Stack, before: bytes, drip: bytes) -> None:
     async with connected(stack) as (reader, writer):
         if before:
             writer.write(before)
@@ -110,7 +110,7 @@ async def dripped(writer: asyncio.StreamWriter, drip: bytes) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_head_in_pieces_within_its_time_is_a_request_like_any_other(stack: Stack) -> None:
+async def test_head_in_pieces_within_its_time_is_accepted(stack: Stack) -> None:
     async with connected(stack) as (reader, writer):
         for _ in range(3):
             writer.write(LIVEZ[:20])
@@ -122,41 +122,41 @@ async def test_a_head_in_pieces_within_its_time_is_a_request_like_any_other(stac
         assert (await answer(reader))[0] == 200, "idle is not late"
 
 
-async def test_what_is_no_http_is_told_so(stack: Stack) -> None:
+async def test_input_that_is_not_http_is_a_400(stack: Stack) -> None:
     async with connected(stack) as (reader, writer):
         writer.write(b"hello\r\n\r\n")
         assert await refused(reader) == (400, "invalid_request")
 
 
-async def test_after_a_body_that_is_too_slow_the_connection_closes(stack: Stack) -> None:
+async def test_slow_body_closes_the_connection(stack: Stack) -> None:
     async with connected(stack) as (reader, writer):
         writer.write(HEAD + b"content-length: 1000\r\n\r\n{")
         assert await refused(reader) == (408, "request_timeout")
 
 
-async def test_after_a_body_that_is_too_large_the_connection_closes(stack: Stack) -> None:
+async def test_oversized_body_closes_the_connection(stack: Stack) -> None:
     piece = b"10000\r\n" + b"x" * 65_536 + b"\r\n"
     async with connected(stack) as (reader, writer):
         writer.write(CHUNKED + 2 * piece)
         assert await refused(reader) == (413, "request_too_large")
     async with connected(stack) as (_, writer):
         writer.write(CHUNKED)
-        assert await sent_on(writer, piece) < 16 * 2**20
+        assert await bytes_accepted(writer, piece) < 16 * 2**20
 
 
-async def test_who_is_refused_before_its_body_is_read_is_not_listened_to() -> None:
+async def test_unauthenticated_body_is_dropped_and_not_awaited() -> None:
     async with live_stack(tenants={"default": {"api_keys": ["0" * 64]}}) as stack:
         async with connected(stack) as (reader, writer):
             writer.write(HEAD + b"content-length: 300000\r\n\r\n")
             await asyncio.sleep(0.1)
             writer.write(b"x" * 300_000)
             status, headers, _ = await answer(reader)
-            assert (status, headers.get("connection")) == (401, None), "it was let finish"
+            assert (status, headers.get("connection")) == (401, None), "the body was read to its end"
             writer.write(CHUNKED)
             assert await refused(reader) == (401, "invalid_api_key")
 
 
-async def test_an_answer_that_needs_no_body_waits_for_none(stack: Stack) -> None:
+async def test_reply_does_not_wait_for_an_unused_body(stack: Stack) -> None:
     async with connected(stack) as (reader, writer):
         writer.write(LIVEZ.replace(b"host: x", b"host: x\r\ncontent-length: 9000"))
         status, headers, _ = await answer(reader)
@@ -166,7 +166,7 @@ async def test_an_answer_that_needs_no_body_waits_for_none(stack: Stack) -> None
 
 @pytest.mark.parametrize("next_request", [LIVEZ, LIVEZ[:10], CHAT, b"\0"], ids=["whole", "part", "body", "garbage"])
 @pytest.mark.parametrize("together", [True, False])
-async def test_one_request_at_a_time(stack: Stack, next_request: bytes, together: bool) -> None:
+async def test_pipelined_request_is_ignored(stack: Stack, next_request: bytes, together: bool) -> None:
     stack.large.delay("chat", 0.3)
     async with connected(stack) as (reader, writer):
         writer.write(CHAT + next_request if together else CHAT)
@@ -174,11 +174,11 @@ async def test_one_request_at_a_time(stack: Stack, next_request: bytes, together
             await eventually(lambda: bool(stack.large.requests("chat")))
             writer.write(next_request)
         status, headers, _ = await answer(reader)
-        assert (status, headers["connection"]) == (200, "close"), "the client knows that the other went unread"
+        assert (status, headers["connection"]) == (200, "close"), "the client knows that the other request was ignored"
         assert await reader.read() == b""
 
 
-async def test_a_hang_up_is_heard_behind_another_request(stack: Stack) -> None:
+async def test_disconnect_is_noticed_behind_a_pipelined_request(stack: Stack) -> None:
     stack.large.delay("chat", 30.0)
     async with connected(stack) as (_, writer):
         writer.write(CHAT + LIVEZ)
@@ -186,18 +186,18 @@ async def test_a_hang_up_is_heard_behind_another_request(stack: Stack) -> None:
     await eventually(lambda: stack.large.num_disconnects == 1, within_s=1.0)
 
 
-async def test_what_is_sent_behind_a_request_is_bounded(stack: Stack) -> None:
+async def test_pipelined_input_is_bounded(stack: Stack) -> None:
     stack.large.delay("chat", 30.0)
     async with connected(stack) as (_, writer):
         writer.write(CHAT + LIVEZ)
-        assert await sent_on(writer, b"x" * 65_536) < 16 * 2**20
+        assert await bytes_accepted(writer, b"x" * 65_536) < 16 * 2**20
     await eventually(lambda: stack.large.num_disconnects == 1)
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
-async def test_an_offer_to_speak_another_protocol_is_passed_over(stack: Stack, name: bytes, pause_s: float) -> None:
-    """As clients on the Java virtual machine make it with every request over plain HTTP."""
+async def test_upgrade_offer_is_ignored(stack: Stack, name: bytes, pause_s: float) -> None:
+    """Java's HTTP client sends it with every request over plain HTTP."""
     offer = b"connection: Upgrade, HTTP2-Settings\r\n" + name + b": h2c\r\nhttp2-settings: AAMAAABk\r\n"
     head = HEAD + offer + b"content-length: %d\r\n\r\n" % len(BODY)
     async with connected(stack) as (reader, writer):
@@ -210,10 +210,10 @@ async def test_an_offer_to_speak_another_protocol_is_passed_over(stack: Stack, n
 
 @pytest.mark.parametrize("line", [b"CONNECT a:443", b"GET http://a:99999999/livez", b"GET http:///livez"])
 @pytest.mark.parametrize("num_before", [0, 1])
-async def test_what_names_no_path_is_refused_and_no_bug(stack: Stack, line: bytes, num_before: int) -> None:
-    told: list[logging.LogRecord] = []
+async def test_request_without_a_path_is_a_400(stack: Stack, line: bytes, num_before: int) -> None:
+    records: list[logging.LogRecord] = []
     watching = logging.Handler(logging.ERROR)
-    watching.emit = told.append  # type: ignore[method-assign, assignment]
+    watching.emit = records.append  # type: ignore[method-assign, assignment]
     logging.getLogger("asyncio").addHandler(watching)
     try:
         async with connected(stack) as (reader, writer):
@@ -225,4 +225,4 @@ async def test_what_names_no_path_is_refused_and_no_bug(stack: Stack, line: byte
             assert await reader.read() == b""
     finally:
         logging.getLogger("asyncio").removeHandler(watching)
-    assert told == []
+    assert records == []

@@ -1,4 +1,4 @@
-"""Streams over real sockets: frames, what is held back, errors before and after the first content."""
+"""Streams over real sockets: frames, held-back tokens, errors before and after the first content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 async def streamed(stack: Stack, **fields: Any) -> tuple[httpx.Response, list[str]]:
-    """The reply and its frames, comments left out."""
+    """The reply and its frames, without comments."""
     async with stack.http.stream("POST", "/v1/chat/completions", json=body(**fields)) as reply:
         lines = [line async for line in reply.aiter_lines()]
     return reply, [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
@@ -42,7 +42,7 @@ def joined(frames: list[str]) -> str:
 
 
 @pytest.mark.parametrize("unsure", [False, True])
-async def test_a_judged_answer_comes_as_a_stream(stack: Stack, unsure: bool) -> None:
+async def test_judged_answer_is_streamed(stack: Stack, unsure: bool) -> None:
     stack.small.logprob = -2.0 if unsure else -0.1
     reply, frames = await streamed(stack)
     answering = stack.large if unsure else stack.small
@@ -60,7 +60,7 @@ async def test_a_judged_answer_comes_as_a_stream(stack: Stack, unsure: bool) -> 
     assert all(choice["logprobs"] is None for chunk in chunks(frames) for choice in chunk["choices"])
 
 
-async def test_usage_comes_only_when_asked_for_and_last(stack: Stack) -> None:
+async def test_usage_chunk_comes_last_and_only_on_request(stack: Stack) -> None:
     _, frames = await streamed(stack)
     assert not any("usage" in chunk for chunk in chunks(frames))
     _, frames = await streamed(stack, stream_options={"include_usage": True})
@@ -71,8 +71,8 @@ async def test_usage_comes_only_when_asked_for_and_last(stack: Stack) -> None:
     assert "kvrelay" not in chunks(frames)[-2]
 
 
-async def test_no_more_than_the_judged_tokens_are_held_back(stack: Stack) -> None:
-    """An accepted answer flows on as the small model writes it."""
+async def test_only_the_judged_tokens_are_held_back(stack: Stack) -> None:
+    """An accepted answer is streamed on as the small model writes it."""
     stack.small.token_s = 0.15  # 7 words, about a second; 3 are judged
     started = time.monotonic()
     async with stack.http.stream("POST", "/v1/chat/completions", json=body()) as reply:
@@ -84,7 +84,7 @@ async def test_no_more_than_the_judged_tokens_are_held_back(stack: Stack) -> Non
     assert time.monotonic() - started - first_at > 0.3
 
 
-async def test_a_rejected_small_answer_is_hung_up_on(stack: Stack) -> None:
+async def test_rejected_small_answer_is_cancelled(stack: Stack) -> None:
     stack.small.logprob = -2.0
     stack.small.token_s = 0.1
     _, frames = await streamed(stack)
@@ -99,7 +99,7 @@ async def test_a_rejected_small_answer_is_hung_up_on(stack: Stack) -> None:
         (WorkerUnavailable("gone"), 502, "upstream_error"),
     ],
 )
-async def test_an_early_failure_is_a_real_status(stack: Stack, error: Exception, status: int, code: str) -> None:
+async def test_failure_before_content_is_an_http_status(stack: Stack, error: Exception, status: int, code: str) -> None:
     stack.large.fail("chat", error)  # type: ignore[arg-type]
     reply = await stack.http.post("/v1/chat/completions", json=body(model="large"))
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
@@ -107,7 +107,7 @@ async def test_an_early_failure_is_a_real_status(stack: Stack, error: Exception,
 
 
 @pytest.mark.parametrize("how", ["break_after", "cut_after"])
-async def test_after_content_an_error_is_one_frame_and_the_end(stack: Stack, how: str) -> None:
+async def test_failure_after_content_is_one_error_frame_and_ends_the_stream(stack: Stack, how: str) -> None:
     setattr(stack.large, how, 3)
     reply, frames = await streamed(stack, model="large")
     assert reply.status_code == 200
@@ -118,19 +118,19 @@ async def test_after_content_an_error_is_one_frame_and_the_end(stack: Stack, how
     assert stack.large.requests("chat") and len(stack.large.calls) - len(stack.large.requests("info")) < 10
 
 
-async def test_a_broken_answer_is_an_error_where_nothing_was_sent_yet(stack: Stack) -> None:
+async def test_broken_whole_answer_is_a_502(stack: Stack) -> None:
     stack.large.break_after = 3
     assert (await stack.chat(model="large")).status_code == 502
 
 
-async def test_a_small_answer_that_breaks_before_it_is_judged_falls_back(stack: Stack) -> None:
+async def test_small_answer_that_breaks_before_judging_falls_back(stack: Stack) -> None:
     stack.small.cut_after = 2
     reply, frames = await streamed(stack)
     assert reply.headers["x-kvrelay-path"] == "fallback:small_worker_unavailable"
     assert joined(frames) == right_answer(stack.large, MESSAGES)
 
 
-async def test_a_broken_small_answer_gives_its_place_back_at_once(stack: Stack) -> None:
+async def test_broken_small_answer_frees_its_slot_at_once(stack: Stack) -> None:
     stack.small.cut_after = 2
     stack.large.delay("chat", 0.5)
     request = asyncio.create_task(stack.chat())
@@ -139,15 +139,15 @@ async def test_a_broken_small_answer_gives_its_place_back_at_once(stack: Stack) 
     assert (await request).status_code == 200
 
 
-async def test_another_models_text_is_never_spliced_in(stack: Stack) -> None:
+async def test_text_of_another_model_is_never_spliced_in(stack: Stack) -> None:
     stack.small.cut_after = 5  # judged and begun, then gone
     _, frames = await streamed(stack)
     assert "error" in orjson.loads(frames[-1])
     assert stack.large.requests("chat") == []
 
 
-async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack) -> None:
-    """As above, but the client waits for the whole."""
+async def test_broken_answer_is_replaced_if_the_client_has_seen_nothing(stack: Stack) -> None:
+    """As above, but the client has asked for the whole answer."""
     stack.small.cut_after = 5
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.large, MESSAGES)
@@ -157,13 +157,13 @@ async def test_an_answer_of_which_nothing_was_told_yet_is_replaced(stack: Stack)
     assert stack.metric("full_prefill_fallback_total", reason="small_worker_unavailable") == 1
 
 
-async def test_a_replacement_that_breaks_too_is_an_error(stack: Stack) -> None:
+async def test_replacement_that_breaks_too_is_a_502(stack: Stack) -> None:
     stack.small.cut_after, stack.large.break_after = 5, 3
     assert (await stack.chat()).status_code == 502
     assert len(stack.large.requests("chat")) == 1
 
 
-async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) -> None:
+async def test_failed_handoff_is_reported_in_the_header_of_a_stream(stack: Stack) -> None:
     stack.large.fail("transfer", TransferFailed("gone"))
     reply, frames = await streamed(stack, kvrelay={"policy": "always_escalate"})
     assert reply.headers["x-kvrelay-path"] == "fallback:transfer_failed"
@@ -171,19 +171,19 @@ async def test_a_handoff_that_fails_is_told_in_the_streams_header(stack: Stack) 
 
 
 @pytest.mark.parametrize("reports_early", [True, False])
-async def test_header_and_body_of_a_stream_tell_one_path(stack: Stack, reports_early: bool) -> None:
-    """Of a prefix that the worker finds by itself the gateway hears with the first chunk, or too late for a header."""
+async def test_header_and_body_of_a_stream_report_the_same_path(stack: Stack, reports_early: bool) -> None:
+    """A prefix that the worker finds by itself is reported with the first chunk, or too late for a header."""
     stack.large.reports_early = reports_early
     await stack.chat(model="large")
-    asked = [MESSAGES[0], {"role": "user", "content": "And before word41?"}]
+    messages = [MESSAGES[0], {"role": "user", "content": "And before word41?"}]
     stack.app.state.gateway.parts.fleet.tiers["large"].workers["large-0"].epoch = "unknown"  # so no cache id is sent
-    reply, frames = await streamed(stack, messages=asked, model="large")
+    reply, frames = await streamed(stack, messages=messages, model="large")
     kvrelay = chunks(frames)[-1]["kvrelay"]
     assert kvrelay["cached_tokens"] > 600
     assert reply.headers["x-kvrelay-path"] == kvrelay["path"] == ("exact" if reports_early else "prefill")
 
 
-async def test_a_quiet_stream_is_kept_alive() -> None:
+async def test_keep_alive_comments_while_no_token_comes() -> None:
     async with live_stack(deadlines={"request_s": 10.0, "keep_alive_s": 0.05}) as stack:
         stack.large.token_s = 0.2
         async with stack.http.stream("POST", "/v1/chat/completions", json=body(model="large")) as reply:
@@ -192,7 +192,7 @@ async def test_a_quiet_stream_is_kept_alive() -> None:
     assert lines[-2:] == ["data: [DONE]", ""]
 
 
-async def test_a_stream_ends_at_its_deadline() -> None:
+async def test_stream_ends_at_its_deadline() -> None:
     async with live_stack(deadlines={"request_s": 1.2, "decode_reserve_s": 0.0}) as stack:
         stack.large.token_s = 0.3
         started = time.monotonic()
@@ -201,7 +201,7 @@ async def test_a_stream_ends_at_its_deadline() -> None:
         assert orjson.loads(frames[-1])["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_frozen_worker_is_a_504_in_time() -> None:
+async def test_frozen_worker_is_a_504_at_the_deadline() -> None:
     async with live_stack(deadlines={"request_s": 0.5, "decode_reserve_s": 0.0}) as stack:
         stack.large.is_frozen = True
         started = time.monotonic()
@@ -212,7 +212,7 @@ async def test_a_frozen_worker_is_a_504_in_time() -> None:
         stack.large.is_frozen = False
 
 
-async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> None:
+async def test_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> None:
     _, frames = await streamed(stack, kvrelay={"policy": "always_escalate"})
     answer = {"role": "assistant", "content": joined(frames)}
     reply = await stack.escalate([*MESSAGES, answer, {"role": "user", "content": "And then?"}])
@@ -221,14 +221,14 @@ async def test_the_turn_after_a_streamed_turn_finds_its_cache(stack: Stack) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "seldom"),
+    ("fields", "batches"),
     [({"model": "large", "stream": False}, True), ({"model": "large"}, False), ({"stream": False}, False)],
     ids=["whole", "stream", "judged"],
 )
-async def test_a_worker_may_tell_seldom_what_nobody_reads_along(
-    stack: Stack, fields: dict[str, Any], seldom: bool
+async def test_worker_batches_chunks_only_if_the_answer_is_buffered(
+    stack: Stack, fields: dict[str, Any], batches: bool
 ) -> None:
     await stack.http.post("/v1/chat/completions", json=body(**fields))
-    asked = [*stack.large.requests("chat"), *stack.small.requests("cached_chat")][0]
-    assert asked["stream_options"]["include_usage"]
-    assert (asked["stream_options"]["interval_ms"] > 0) == seldom
+    call = [*stack.large.requests("chat"), *stack.small.requests("cached_chat")][0]
+    assert call["stream_options"]["include_usage"]
+    assert (call["stream_options"]["interval_ms"] > 0) == batches

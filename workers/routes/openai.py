@@ -1,9 +1,9 @@
-"""The shapes of the OpenAI API: what a completion looks like whole, and in chunks.
+"""The shapes of the OpenAI API: a completion as one reply, and as chunks.
 
-    chat         role chunk, content chunks, finish chunk, usage chunk if asked for
-    completions  text chunks, finish chunk, usage chunk if asked for
+    chat         role chunk, content chunks, finish chunk, usage chunk on request
+    completions  text chunks, finish chunk, usage chunk on request
 
-`KVUsage` stands under `kv_transfer_params` in the whole reply, or in the last chunk.
+`KVUsage` is under `kv_transfer_params`: of the whole reply, or of the first and the last chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Body = dict[str, Any]
 
 
 class Shape(ABC):
-    """Base: the envelope. `logprobs` tells whether tokens are told with their log-probabilities."""
+    """Base: the envelope. With `logprobs`, tokens come with their log-probabilities."""
 
     id_prefix: str
     whole_object: str
@@ -40,31 +40,28 @@ class Shape(ABC):
         return []
 
     def piece(self, piece: Piece) -> Body:
-        return self._chunk(self._delta(piece.text), self.logprobs(piece.tokens), None)
+        return self._chunk(self._delta(piece.text), self._logprobs_of(piece.tokens) if self._logprobs else None, None)
 
     def finish(self, reason: str) -> Body:
         return self._chunk(self._delta(None), None, reason)
 
     def usage(self, answer: Answer) -> Body:
-        return self._body(self.chunk_object, []) | {"usage": usage_of(answer)}
+        return self._body(self.chunk_object, []) | {"usage": _usage(answer)}
 
     def whole(self, text: str, tokens: Sequence[Token], answer: Answer, usage: KVUsage) -> Body:
         choice = self._whole_choice(text) | {
             "index": 0,
-            "logprobs": self.logprobs(tokens),
+            "logprobs": self._logprobs_of(tokens) if self._logprobs else None,
             "finish_reason": answer.finish_reason,
         }
         return self._body(self.whole_object, [choice]) | {
-            "usage": usage_of(answer),
+            "usage": _usage(answer),
             "kv_transfer_params": usage.model_dump(),
         }
 
-    def logprobs(self, tokens: Sequence[Token]) -> Body | None:
-        return self._logprobs_of(tokens) if self._logprobs else None
-
     @abstractmethod
     def _delta(self, text: str | None) -> Body:
-        """The part of a choice that carries new text; None for none."""
+        """The part of a choice that carries new text; None in the finish chunk."""
 
     @abstractmethod
     def _whole_choice(self, text: str) -> Body:
@@ -97,12 +94,12 @@ class ChatShape(Shape):
     def _logprobs_of(self, tokens: Sequence[Token]) -> Body:
         return {
             "content": [
-                self._named(token.id, token.logprob) | {"top_logprobs": [self._named(*other) for other in token.top]}
+                self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*other) for other in token.top]}
                 for token in tokens
             ]
         }
 
-    def _named(self, token_id: int, logprob: float) -> Body:
+    def _entry(self, token_id: int, logprob: float) -> Body:
         text = self._tokenizer.piece(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
@@ -135,8 +132,8 @@ class CompletionShape(Shape):
         return at
 
 
-def usage_of(answer: Answer) -> Body:
-    """OpenAI's usage: exact prefix hits only count as cached."""
+def _usage(answer: Answer) -> Body:
+    """OpenAI's usage; only exact prefix hits count as cached."""
     return {
         "prompt_tokens": answer.num_prompt,
         "completion_tokens": answer.num_written,

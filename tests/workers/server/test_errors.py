@@ -1,4 +1,4 @@
-"""Bad requests: the status, type, code and field that the contract promises, before any work begins."""
+"""Invalid requests: the status, type, code and field of the contract, before any work begins."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ("tokenize", {"token_ids": [-3], "tenant_salt": None}, 400, "invalid_request", "tenant_salt", "permitted"),
     ],
 )
-async def test_bad_requests(
+async def test_invalid_requests(
     served: Served, path: str, body: dict[str, Any], status: int, code: str, param: str | None, says: str
 ) -> None:
     base: dict[str, dict[str, Any]] = {"chat/completions": CHAT, "completions": {"tenant_salt": SALT}, "tokenize": {}}
@@ -96,7 +96,7 @@ async def test_bad_requests(
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_what_the_engine_cannot_do_is_refused_by_name(served: Served, path: str) -> None:
+async def test_unsupported_field_is_named(served: Served, path: str) -> None:
     prompt = {"messages": [USER]} if path.startswith("chat") else {"prompt": "The dog?"}
     others = {"n": 2, "top_k": 5, "logit_bias": {"5": 1}, "presence_penalty": 1}
     for name, value in others.items():
@@ -105,29 +105,29 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(served: Served, path
 
 
 @pytest.mark.parametrize("form", ["json_object", "json_schema"])
-async def test_json_mode_is_refused_by_an_engine_without(served: Served, form: str) -> None:
+async def test_json_mode_needs_an_engine_that_supports_it(served: Served, form: str) -> None:
     schema = {"json_schema": {"name": "a", "schema": {"type": "object"}}} if form == "json_schema" else {}
     base = {"messages": [USER], "tenant_salt": SALT, "max_tokens": 1}
-    asked = base | {"response_format": {"type": form} | schema}
-    reply = await served.http.post("/v1/chat/completions", json=asked)
+    body = base | {"response_format": {"type": form} | schema}
+    reply = await served.http.post("/v1/chat/completions", json=body)
     assert (reply.status_code, error_of(reply)["param"]) == (400, "response_format.type")
     assert f"'{form}' is not supported by 'large'; supported: text" in error_of(reply)["message"]
-    asked = base | {"response_format": {"type": "text"}}
-    assert (await served.http.post("/v1/chat/completions", json=asked)).status_code == 200
+    body = base | {"response_format": {"type": "text"}}
+    assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_a_body_that_is_not_json(served: Served) -> None:
+async def test_malformed_body_is_a_400(served: Served) -> None:
     reply = await served.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert reply.status_code == 400 and error_of(reply)["type"] == "invalid_request_error"
 
 
-async def test_half_a_character_is_no_text(served: Served) -> None:
+async def test_lone_surrogate_is_a_400(served: Served) -> None:
     body = b'{"messages": [{"role": "user", "content": "\\ud800"}], "tenant_salt": "' + SALT.encode() + b'"}'
     reply = await served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400 and error_of(reply)["param"] == "messages"
 
 
-async def test_prompts_that_wait_for_the_tokenizer_are_bounded(folder: Path) -> None:
+async def test_tokenizer_queue_is_bounded(folder: Path) -> None:
     async with serving(folder, max_running=1, max_queue=0) as served:
         replies = await asyncio.gather(*(served.http.post("/v1/tokenize", json={"prefix": "dog"}) for _ in range(3)))
         assert sorted(reply.status_code for reply in replies) == [200, 503, 503]
@@ -135,12 +135,12 @@ async def test_prompts_that_wait_for_the_tokenizer_are_bounded(folder: Path) -> 
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/tokenize", 405)])
-async def test_routes_that_do_not_exist(served: Served, method: str, path: str, status: int) -> None:
+async def test_unknown_routes_and_methods(served: Served, method: str, path: str, status: int) -> None:
     reply = await served.http.request(method, path)
     assert reply.status_code == status and path in error_of(reply)["message"]
 
 
-async def test_a_body_that_is_too_large(folder: Path) -> None:
+async def test_oversized_body_is_a_413(folder: Path) -> None:
     async with serving(folder, max_body_bytes=1000) as served:
         small = await served.http.post("/v1/tokenize", json={"prefix": "dog " * 100})
         assert small.status_code == 200
@@ -155,7 +155,7 @@ async def test_a_body_that_is_too_large(folder: Path) -> None:
         assert unannounced.status_code == 413
 
 
-async def test_a_body_that_trickles_in(folder: Path) -> None:
+async def test_slow_body_is_a_408(folder: Path) -> None:
     async def trickle() -> Any:
         while True:
             yield b" "
@@ -170,7 +170,7 @@ async def test_a_body_that_trickles_in(folder: Path) -> None:
 
 @pytest.mark.parametrize("secret", [None, "", SECRET[:-1], SECRET + "x"])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_nothing_is_done_without_the_cluster_secret(served: Served, path: str, secret: str | None) -> None:
+async def test_every_call_but_health_needs_the_cluster_secret(served: Served, path: str, secret: str | None) -> None:
     headers = {SECRET_HEADER: secret} if secret is not None else {}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://worker.test") as stranger:
         reply = await stranger.post(path, json=CHAT, headers=headers)
@@ -181,7 +181,7 @@ async def test_nothing_is_done_without_the_cluster_secret(served: Served, path: 
             assert (await stranger.get(open_path)).status_code == 200
 
 
-async def test_a_full_queue_says_when_to_come_again(folder: Path) -> None:
+async def test_full_queue_is_a_503_with_retry_after(folder: Path) -> None:
     async with serving(folder, max_running=1, max_queue=1) as served:
         hold = served.worker.engine.admit()
         await hold.__aenter__()
@@ -190,15 +190,15 @@ async def test_a_full_queue_says_when_to_come_again(folder: Path) -> None:
         reply = await served.http.post("/v1/chat/completions", json=CHAT)
         assert reply.status_code == 503 and error_of(reply)["code"] == "overloaded"
         assert int(reply.headers["retry-after"]) >= 1
-        told = (await served.http.get("/metrics")).text
-        assert "kvrelay_num_requests_running 1.0" in told and "kvrelay_num_requests_waiting 1.0" in told
+        metrics = (await served.http.get("/metrics")).text
+        assert "kvrelay_num_requests_running 1.0" in metrics and "kvrelay_num_requests_waiting 1.0" in metrics
         with pytest.raises(Overloaded):
             await served.client.chat(chat_request(), timeout_s=5)
         await hold.__aexit__(None, None, None)
         assert content(await waiting)
 
 
-async def test_deadlines_end_work_that_is_late(served: Served) -> None:
+async def test_work_ends_at_its_deadline(served: Served) -> None:
     long = [Message(role="user", content="fox " * 300)]
     with pytest.raises(DeadlineExceeded):
         await served.chat(long, max_tokens=600, deadline_ms=30)
@@ -209,13 +209,13 @@ async def test_deadlines_end_work_that_is_late(served: Served) -> None:
     assert content(await served.chat(deadline_ms=60_000))
 
 
-async def test_an_error_before_the_first_token_is_a_status(served: Served) -> None:
+async def test_error_before_the_first_token_is_an_http_status(served: Served) -> None:
     reply = await served.http.post("/v1/chat/completions", json=CHAT | {"stream": True, "deadline_ms": 0.001})
     assert reply.status_code == 504 and error_of(reply)["code"] == "deadline_exceeded"
     assert reply.headers["x-should-retry"] == "false"
 
 
-async def test_an_error_after_content_is_one_frame(served: Served) -> None:
+async def test_error_after_content_is_one_frame(served: Served) -> None:
     served.worker.engine.compute = FailingCompute(served.worker.engine.compute, after=4)  # type: ignore[assignment]
     reply = await served.http.post("/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 40})
     frames = reply.text.split("\n\n")
@@ -229,7 +229,7 @@ async def test_an_error_after_content_is_one_frame(served: Served) -> None:
 
 
 class FailingCompute:
-    """Runs so many steps, then finds the deadline passed; reads and stores are steps too."""
+    """Runs `after` steps, then raises `DeadlineExceeded`; prefills and stores are steps too."""
 
     def __init__(self, compute: Compute, after: int):
         self._compute = compute
@@ -245,7 +245,7 @@ class FailingCompute:
         self._compute.close()
 
 
-async def test_a_bug_of_ours_is_told_without_details(served: Served) -> None:
+async def test_bug_is_a_500_without_details(served: Served) -> None:
     def fail(*args: object) -> None:
         raise ZeroDivisionError("a secret of the house")
 
@@ -257,7 +257,7 @@ async def test_a_bug_of_ours_is_told_without_details(served: Served) -> None:
     assert "secret of the house" not in reply.text
 
 
-async def test_clients_raise_what_the_worker_raised(served: Served) -> None:
+async def test_client_raises_the_error_that_the_worker_raised(served: Served) -> None:
     with pytest.raises(InvalidRequest) as raised:
         await served.chat(TALK, max_tokens=5000)
     assert isinstance(raised.value, KvrelayError) and raised.value.param == "max_tokens"

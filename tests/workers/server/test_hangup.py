@@ -1,4 +1,4 @@
-"""Clients that hang up, over a real socket: the model stops, and everything is free again."""
+"""Clients that hang up, over a real socket: the model stops, and everything is released."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFIX = {"messages": LONG["messages"], "tenant_salt": SALT}
 
 
 class CountedCompute:
-    """Counts the steps that have begun, each of which takes a moment longer than it needs."""
+    """Counts the steps that have begun, and delays each of them a little."""
 
     def __init__(self, compute: Compute):
         self._compute = compute
@@ -46,7 +46,7 @@ class CountedCompute:
 
 @pytest.fixture
 async def listening(folder: Path) -> AsyncIterator[tuple[Served, str]]:
-    """A worker on a port of this machine, whose model never ends an answer by itself."""
+    """A worker behind a real socket, whose model never ends an answer by itself."""
     async with serving(folder, max_running=1) as served:
         object.__setattr__(served.worker.engine.model, "eos_ids", frozenset())
         served.worker.engine.compute = CountedCompute(served.worker.engine.compute)  # type: ignore[assignment]
@@ -74,7 +74,7 @@ async def hang_up_while(served: Served, url: str, path: str, body: dict[str, Any
 
 
 async def assert_free(served: Served) -> None:
-    """Nothing runs, nothing is held, and no step follows."""
+    """Assert that nothing runs, no block is in use, and no step follows."""
     worker, compute = served.worker, served.worker.engine.compute
     await until(lambda: worker.engine.admission.num_running == 0)
     begun = compute.num_begun  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ async def assert_free(served: Served) -> None:
     ],
     ids=["whole-reading", "whole-writing", "stream-reading", "stream-writing", "prefill"],
 )
-async def test_a_hang_up_stops_the_model(
+async def test_disconnect_stops_the_model(
     listening: tuple[Served, str], path: str, body: dict[str, Any], steps: int
 ) -> None:
     served, url = listening
@@ -105,7 +105,7 @@ async def test_a_hang_up_stops_the_model(
     assert content(await served.chat())
 
 
-async def test_a_hang_up_in_the_queue_leaves_it(listening: tuple[Served, str]) -> None:
+async def test_disconnect_in_the_queue_leaves_it(listening: tuple[Served, str]) -> None:
     served, url = listening
     async with served.worker.engine.admit():
         async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as http:
@@ -117,7 +117,7 @@ async def test_a_hang_up_in_the_queue_leaves_it(listening: tuple[Served, str]) -
     assert await counts(served, HANG_UPS) == {"queue": 1}
 
 
-async def test_hang_ups_are_counted_by_phase(listening: tuple[Served, str]) -> None:
+async def test_disconnects_are_counted_by_phase(listening: tuple[Served, str]) -> None:
     served, url = listening
     await hang_up_while(served, url, "/v1/chat/completions", LONG, 1)
     await assert_free(served)
@@ -130,7 +130,7 @@ async def test_hang_ups_are_counted_by_phase(listening: tuple[Served, str]) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whom_our_own_end_cuts_off_has_not_hung_up(listening: tuple[Served, str], stream: bool) -> None:
+async def test_cancellation_by_the_server_is_not_a_disconnect(listening: tuple[Served, str], stream: bool) -> None:
     served, _ = listening
     compute: Any = served.worker.engine.compute
     cut_off = asyncio.create_task(served.http.post("/v1/chat/completions", json=LONG | {"stream": stream}))
@@ -141,7 +141,7 @@ async def test_whom_our_own_end_cuts_off_has_not_hung_up(listening: tuple[Served
     assert await counts(served, HANG_UPS) == {}
 
 
-async def test_who_shares_a_prefill_is_not_hurt_by_anothers_hang_up(listening: tuple[Served, str]) -> None:
+async def test_disconnect_does_not_cancel_a_shared_prefill(listening: tuple[Served, str]) -> None:
     served, url = listening
     async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as http:
         staying = asyncio.create_task(http.post(f"{url}/v1/prefix/prefill", json=PREFIX, timeout=30))
@@ -151,10 +151,10 @@ async def test_who_shares_a_prefill_is_not_hurt_by_anothers_hang_up(listening: t
 
 
 @pytest.mark.parametrize("fits", [False, True])
-async def test_a_client_that_takes_nothing_is_disconnected(
+async def test_client_that_stalls_is_disconnected(
     listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    """While the model still writes; or once the whole answer, which fits into the buffers on the way, is written."""
+    """While the model generates; or afterwards, if the whole answer fits into the buffers on the way."""
     served, url = listening
     monkeypatch.setattr("workers.routes.edge.STALL_S", 0.2)
     short = {"max_tokens": 4, "kv_transfer_params": {"store": False}} if fits else {}
