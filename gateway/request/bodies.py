@@ -8,7 +8,7 @@ from gateway.request.steps import chunk_interval_s
 from gateway.request.turn import Answer, Transfer, Turn
 from gateway.upstream.completion import Completion
 from gateway.upstream.deadline import Deadline
-from gateway.upstream.worker import AnswerRequest
+from gateway.upstream.worker import AnswerBody
 from workers.api.schemas import ESCALATION_PRIORITY, Message, PrefillRequest, Prompt, TransferRequest
 
 
@@ -38,7 +38,7 @@ def transfer(turn: Turn, step: Transfer) -> TransferRequest:
     )
 
 
-def answer(turn: Turn, step: Answer) -> AnswerRequest:
+def answer(turn: Turn, step: Answer) -> AnswerBody:
     """Answer, from the step's cache if it has one, with the log-probabilities that the policy judges by.
 
     Always as a stream with usage. A tier that answers alone answers natively, unless the client named a cache.
@@ -73,7 +73,7 @@ def answer(turn: Turn, step: Answer) -> AnswerRequest:
         "priority": 0 if turn.escalation is None else ESCALATION_PRIORITY,
     }
     if asked.text is not None:
-        return AnswerRequest(False, fields | {"prompt": asked.text, "logprobs": num_top})
+        return AnswerBody(False, fields | {"prompt": asked.text, "logprobs": num_top})
     fields |= {
         "messages": [message.plain for message in turn.messages],
         "tools": asked.offered_tools,
@@ -82,10 +82,10 @@ def answer(turn: Turn, step: Answer) -> AnswerRequest:
         "top_logprobs": num_top or 0,
         "response_format": asked.form.model_dump() if asked.form else None,
     }
-    return AnswerRequest(True, fields)
+    return AnswerBody(True, fields)
 
 
-def follow_up(turn: Turn, completion: Completion, question: str, deadline: Deadline) -> AnswerRequest:
+def follow_up(turn: Turn, completion: Completion, question: str, deadline: Deadline) -> AnswerBody:
     """Ask the policy's question about a complete answer: one token, from the answer's cache. Nothing is stored."""
     cache_id = completion.kv.cache_id if completion.kv and turn.request.is_chat else None
     messages = [*turn.messages, completion.as_turn, Message(role="user", content=question)]
@@ -102,7 +102,7 @@ def follow_up(turn: Turn, completion: Completion, question: str, deadline: Deadl
         "tenant_salt": turn.tenant.salt,
         "deadline_ms": left_ms(deadline),
     }
-    return AnswerRequest(True, fields)
+    return AnswerBody(True, fields)
 
 
 def tokenize(turn: Turn) -> Prompt:

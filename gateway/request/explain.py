@@ -8,7 +8,7 @@ from typing import Any
 from gateway.request import bodies
 from gateway.request.route import Parts
 from gateway.request.run import look_up
-from gateway.request.steps import FullPrefill, Handoff, OwnCache, Plan, Rates, has_bundle, plan_handoff
+from gateway.request.steps import FullPrefill, Handoff, OwnCache, Plan, TargetRates, has_bundle, plan_handoff
 from gateway.request.turn import Turn
 from gateway.upstream.deadline import Deadline
 from gateway.upstream.tier import Tier
@@ -53,7 +53,7 @@ async def explain(parts: Parts, turn: Turn) -> dict[str, Any]:
 
     # 2. What an escalation would do
     small, target = _likely(route.small, route.small.pick), _likely(route.target, route.target.pick_for_transfer)
-    rates = Rates(target.prefill_tokens_per_s, target.map_tokens_per_s)
+    rates = TargetRates(target.prefill_tokens_per_s, target.map_tokens_per_s)
     plan: Plan | None = None
     if decision.route != "answer":
         if not turn.may_map:

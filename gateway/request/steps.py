@@ -137,7 +137,7 @@ def _after_failure(turn: Turn, last: Attempt, error: KvrelayError) -> Step | Fai
         case Answer(purpose="fast", tier=tier):
             target = tier if turn.escalation is not None or turn.route.is_single else turn.route.target
             return _fall_back(turn, target, _blame(turn, tier, error), error)
-        # A full prefill: another worker of the tier, then whoever could answer in its place.
+        # A full prefill: another worker of the tier, then another tier.
         case Answer(purpose="full_prefill"):
             if isinstance(error, NoUsableWorker):
                 return _last_resort(turn, step.tier, _worker_error(turn, step) or error)
@@ -340,7 +340,7 @@ def _plan(turn: Turn, tier: Tier, cache: CacheRef) -> tuple[Worker, Plan]:
     prefill_rate = worker.prefill_tokens_per_s
     if not worker.has_measured_prefill:  # assume that it is no faster than the smaller model
         prefill_rate = min(prefill_rate, cache.worker.prefill_tokens_per_s)
-    rates = Rates(prefill_rate, worker.map_tokens_per_s)
+    rates = TargetRates(prefill_rate, worker.map_tokens_per_s)
     remaining_s = turn.deadline.remaining_s
     return worker, plan_handoff(cache.num_tokens, own, rates, remaining_s, settings.handoff, settings.deadlines)
 
@@ -373,14 +373,14 @@ def _answer_from(turn: Turn, tier: Tier, cache: CacheRef, max_tokens: int, purpo
     deadline = turn.deadline.less(needed_s).later(turn.deadline.share(CACHED_SHARE))
     if _has_tier_above(turn, tier):
         deadline = deadline.earlier(turn.deadline.share(FULL_PREFILL_SHARE))
-    # Another worker of the tier can prefill in full meanwhile. If there is none, that would wait just as long.
+    # Another worker of the tier can prefill in full meanwhile. Without one, a full prefill would wait just as long.
     wait = wait_budget(deadline, [tier, *_others(turn, tier)])
     return Answer(tier, deadline, wait, purpose, cache, _is_judged(turn, tier))
 
 
 def _prefill_in_full(turn: Turn, tier: Tier, fallback: Fallback | None = None) -> Answer:
-    """Leaves time for whoever could answer in this tier's place: a tier above would have to prefill as well; the small
-    model has prefilled, and only needs to decode."""
+    """Leave time for a tier that could answer instead: one above would have to prefill as well; the small model has
+    prefilled, and only needs to decode."""
     deadline = turn.deadline
     fair = deadline.share(FULL_PREFILL_SHARE)
     if _has_tier_above(turn, tier):
@@ -477,7 +477,7 @@ def wait_budget(deadline: Deadline, others: Sequence[Tier] = ()) -> Deadline | N
 
 
 def chunk_interval_s(turn: Turn) -> float:
-    """Min interval between a worker's chunks: nobody watches an answer that is returned whole."""
+    """Min interval between a worker's chunks: an answer that is returned whole needs few of them."""
     if turn.request.stream:
         return 0.0
     return min(MAX_INTERVAL_S, INTERVAL_SHARE * turn.settings.deadlines.token_gap_s)
@@ -498,7 +498,7 @@ def max_gap_s(turn: Turn) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
+class TargetRates:
     """The target worker's, in tokens per second."""
 
     prefill: float
@@ -541,7 +541,7 @@ Plan = OwnCache | Handoff | FullPrefill
 def plan_handoff(
     num_tokens: int,
     own: Sequence[PrefixHit],
-    rates: Rates,
+    rates: TargetRates,
     remaining_s: float,
     settings: HandoffSettings,
     deadlines: Deadlines,

@@ -223,7 +223,7 @@ async def wait_until_one_admits(circuits: Callable[[], Sequence[Breaker]], deadl
     """Wait until one of the circuits would admit a call: for a running probe to end, or for an open circuit's retry.
 
     `circuits` returns the present ones; they share one change signal, which also reports that the list changed. False
-    if there is none left to wait for: none may admit by the deadline, or each that may had a probe fail meanwhile.
+    if waiting is pointless: no circuit may admit by the deadline, or each that may had a probe fail meanwhile.
     """
     eras: dict[Breaker, int] = {}
     while not any(circuit.admits for circuit in circuits()):

@@ -34,7 +34,7 @@ MIN_MEASURED_TOKENS = 32  # with fewer, the overhead hides the rate
 
 
 @dataclass(frozen=True)
-class AnswerRequest:
+class AnswerBody:
     """The `fields` of a `ChatRequest` or a `CompletionRequest`, as plain JSON. The gateway writes them itself, so they
     are not validated before they are sent."""
 
@@ -188,7 +188,7 @@ class Worker:
 
     async def open_answer(
         self,
-        request: AnswerRequest,
+        request: AnswerBody,
         *,
         first_deadline: Deadline,
         deadline: Deadline,

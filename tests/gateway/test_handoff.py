@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gateway.request.lookup import PrefixHit
-from gateway.request.steps import FullPrefill, Handoff, OwnCache, Plan, Rates, plan_handoff
+from gateway.request.steps import FullPrefill, Handoff, OwnCache, Plan, TargetRates, plan_handoff
 from gateway.settings import Deadlines, HandoffSettings
 from gateway.state.registry import Entry
 
-RATES = Rates(prefill=1000.0, map=20_000.0)
+RATES = TargetRates(prefill=1000.0, map=20_000.0)
 HANDOFF = HandoffSettings()
 DEADLINES = Deadlines(decode_reserve_s=5.0)
 
@@ -29,7 +29,7 @@ def own(num_tokens: int, provenance: str = "exact") -> PrefixHit:
     return PrefixHit("key", 1, entry)
 
 
-def planned(num_tokens: int, *found: PrefixHit, remaining_s: float = 120.0, rates: Rates = RATES) -> Plan:
+def planned(num_tokens: int, *found: PrefixHit, remaining_s: float = 120.0, rates: TargetRates = RATES) -> Plan:
     return plan_handoff(num_tokens, found, rates, remaining_s, HANDOFF, DEADLINES)
 
 
@@ -82,6 +82,6 @@ def test_any_own_cache_beats_a_prefill_of_the_same() -> None:
 
 
 def test_models_so_small_that_calls_cost_more_than_reading_get_a_floor() -> None:
-    quick = Rates(prefill=100_000.0, map=1_000_000.0)
+    quick = TargetRates(prefill=100_000.0, map=1_000_000.0)
     floored = plan_handoff(512, (), quick, 60.0, HANDOFF, Deadlines(transfer_floor_s=0.5))
     assert floored == Handoff(448, 0.5)
