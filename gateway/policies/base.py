@@ -1,7 +1,7 @@
-"""What a policy decides: the route before any model runs, and whether the small model's answer will do.
+"""What a policy decides: the route before any model runs, and whether the small model's answer is good enough.
 
-A policy is its own settings: a frozen model whose fields stand under `policy:` in the configuration. It knows no
-worker and no network. To add one: a file with a subclass, and its line in `policies/__init__.py`.
+A policy is its own settings: a frozen model whose fields are the keys under `policy:` in the configuration. It knows no
+worker and no network. To add one, write a file with a subclass and add it to `POLICIES` in `policies/__init__.py`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,65 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.policies.budget import Budget
+from gateway.shown import shown
 
-Route = Literal["answer", "cascade", "escalate"]
+RouteKind = Literal["answer", "cascade", "escalate"]
 Streaming = Literal["decide_first", "buffer", "stream_small"]
-Foresight = Literal["open", "likely", "certain"]
+Forecast = Literal["open", "likely", "certain"]
 
-WHOLE_ANSWER = sys.maxsize  # as a count of judged tokens
+WHOLE_ANSWER = sys.maxsize  # as a number of judged tokens
+
+POLICIES: dict[str, type[Policy]] = {}  # by name; filled by `policies/__init__.py`
+
+
+def build(settings: dict[str, Any]) -> Policy:
+    """Build the policy of `{name, ...}`. Raises `ValueError` for an unknown name, key or value."""
+    name = settings.get("name")
+    policy = POLICIES.get(name) if isinstance(name, str) else None
+    if policy is None:
+        raise ValueError(f"policy.name: unknown policy {shown(name)}; known: {', '.join(POLICIES)}")
+    values = {key: value for key, value in settings.items() if key != "name"}
+    unknown = sorted(map(str, values.keys() - policy.model_fields.keys()))
+    if unknown:
+        known = ", ".join(["name", *policy.model_fields])
+        raise ValueError(f"policy.{unknown[0]}: unknown key of policy {name}; known: {known}")
+    try:
+        return policy(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if message.startswith("policy"):  # of a nested policy, whose message names its own key
+            problem = f"policy.{key}{message.removeprefix('policy')}"
+        else:
+            problem = f"policy.{key}: {message}"
+        raise ValueError(f"{problem}, got {shown(first['input'])}") from error
+
+
+class Budget(BaseModel):
+    """Up to `tokens` tokens per window in answers of `tier`, prefilled and generated.
+
+    A window is a minute, hour or day of the clock (UTC). It counts for the request's tenant, or for everyone.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tier: str
+    tokens: int = Field(ge=1)
+    per: Literal["minute", "hour", "day"] = "day"
+    of: Literal["tenant", "everyone"] = "tenant"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a policy may know of a request before any model runs. `text` is the last user message, `num_chars` counts
-    all messages; nobody has counted tokens yet. Of the policy's budgets, those in `overspent` are used up."""
+class RequestFeatures:
+    """What a policy knows of a request before any model runs.
+
+    `text` is the last user message; `num_chars` counts all messages, as tokens are not known yet. `overspent` holds
+    those of the policy's budgets that are used up.
+    """
 
     text: str = ""
     num_chars: int = 0
@@ -36,8 +78,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token of an answer, with its log-probability (natural log) and those of the likeliest at its place."""
+class TokenLogprob:
+    """One token of an answer, its log-probability (natural log), and the likeliest tokens at its position."""
 
     text: str
     logprob: float
@@ -45,15 +87,18 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RoutingDecision:
     """How a request is routed, decided before any model runs.
 
-    `answer`: `tier` answers alone. `cascade`: the first tier answers, its answer is judged, and if it will not do,
-    those `between` take over in turn and are judged too, at last `tier`. `escalate`: the first tier only reads, `tier`
-    answers. `forced` tells that no score is involved, `rule` which rule chose the policy, where one did.
+    answer: `tier` answers alone.
+    cascade: the first tier answers and is judged; if rejected, the tiers `between` answer in turn and are judged too;
+        `tier` is the last.
+    escalate: the first tier only prefills, and `tier` answers.
+
+    `forced` means that no score is involved. `rule` names the rule that chose the policy, if any.
     """
 
-    route: Route
+    route: RouteKind
     tier: str
     policy: str
     reason: str
@@ -64,8 +109,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a policy makes of an answer. `confidence` is None where there was nothing to judge by. With `leap`, tiers
-    between are passed over."""
+    """A policy's judgement of an answer. `confidence` is None if there was nothing to judge by. With `leap`, the tiers
+    in between are skipped."""
 
     accept: bool
     reason: str
@@ -74,85 +119,85 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Selected:
-    """The policy that a request gets, and the rule by which, where there was one."""
+class PolicyChoice:
+    """The policy for a request, and the rule that chose it, if any."""
 
     policy: Policy
     rule: str | None = None
 
-    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
-        decision = self.policy.decide(tiers, asked)
+    def decide(self, tiers: Sequence[str], request: RequestFeatures) -> RoutingDecision:
+        decision = self.policy.decide(tiers, request)
         return decision if self.rule is None else replace(decision, rule=self.rule)
 
 
 class Policy(BaseModel):
-    """Open method: `decide`. A policy that cascades also gives `judge` and says what that needs."""
+    """Subclasses implement `decide`. One that cascades also implements `judge`, and says which tokens it needs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
 
-    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
-        """The route over the allowed `tiers`, ordered small to large; never empty."""
+    def decide(self, tiers: Sequence[str], request: RequestFeatures) -> RoutingDecision:
+        """Choose the route over the allowed `tiers`, ordered small to large; never empty."""
         raise NotImplementedError
 
-    def select(self, asked: Asked) -> Selected:
-        """Who decides on this request, and judges its answer: itself, unless it is made of others."""
-        return Selected(self)
+    def select(self, request: RequestFeatures) -> PolicyChoice:
+        """Choose the policy that decides on this request and judges its answer: itself, unless it combines others."""
+        return PolicyChoice(self)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """Those that `decide` wants to know of whether they are used up."""
+        """Budgets whose state `decide` needs."""
         return ()
 
     @property
     def num_judged_tokens(self) -> int:
-        """How many of the answer's first tokens `judge` wants to see; a shorter answer is judged whole."""
+        """How many of the answer's first tokens `judge` needs; a shorter answer is judged whole."""
         return 0
 
     @property
     def num_top_logprobs(self) -> int:
-        """How many of the likeliest tokens `judge` wants to know at each place."""
+        """How many of the likeliest tokens `judge` needs per position."""
         return 0
 
     @property
     def follow_up(self) -> str | None:
-        """What the small model is asked once its answer is whole; `judge` then sees the tokens of that reply."""
+        """A question to the small model after its answer. If set, `judge` gets the tokens of the reply."""
         return None
 
-    def judge(self, tokens: Sequence[Token]) -> Verdict:
-        """Judges by the first tokens of the answer, or of the reply to `follow_up`."""
+    def judge(self, tokens: Sequence[TokenLogprob]) -> Verdict:
+        """Judge the first tokens of the answer, or the reply to `follow_up`."""
         raise NotImplementedError
 
-    def foresee(self, tokens: Sequence[Token]) -> Foresight:
-        """Whether an answer that begins with these tokens will be rejected: `certain` means whatever follows, `likely`
-        that a handoff may begin on the guess."""
+    def forecast(self, tokens: Sequence[TokenLogprob]) -> Forecast:
+        """Predict the rejection of an answer that begins with these tokens: `certain` whatever follows, or `likely`
+        enough to start a handoff early."""
         return "open"
 
     def check(self, tiers: Sequence[str]) -> None:
-        """Raises `ValueError` where the settings do not fit the configured tiers."""
+        """Raise `ValueError` if the settings do not fit the configured tiers."""
 
 
-class Cascading(Policy):
-    """The first tier answers, and the next ones take over in turn where that will not do, but for those to `skip`.
+class CascadePolicy(Policy):
+    """The first tier answers. If its answer is rejected, the next tiers answer in turn, except those in `skip`.
 
-    `streaming` says what a client that streams gets to see: `decide_first` judges the first tokens, then lets the
-    answer flow; `buffer` judges the whole answer before any of it is told; `stream_small` never escalates a stream.
+    `streaming` controls what a streaming client sees: `decide_first` judges the first tokens, then streams the answer;
+    `buffer` judges the whole answer before sending any of it; `stream_small` never escalates a stream.
     """
 
     streaming: Streaming = "decide_first"
     skip: tuple[str, ...] = ()
 
-    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
+    def decide(self, tiers: Sequence[str], request: RequestFeatures) -> RoutingDecision:
         if len(tiers) == 1:
-            return Decision("answer", tiers[0], self.name, "single_tier", forced=False)
-        if asked.is_streamed and self.streaming == "stream_small":
-            return Decision("answer", tiers[0], self.name, "stream_small", forced=False)
+            return RoutingDecision("answer", tiers[0], self.name, "single_tier", forced=False)
+        if request.is_streamed and self.streaming == "stream_small":
+            return RoutingDecision("answer", tiers[0], self.name, "stream_small", forced=False)
         between = tuple(tier for tier in tiers[1:-1] if tier not in self.skip)
-        return Decision("cascade", tiers[-1], self.name, "judge", forced=False, between=between)
+        return RoutingDecision("cascade", tiers[-1], self.name, "judge", forced=False, between=between)
 
     def check(self, tiers: Sequence[str]) -> None:
         for tier in self.skip:
             if tier not in tiers[1:-1]:
                 known = ", ".join(tiers[1:-1]) or "none"
-                raise ValueError(f"policy.skip: {tier!r} is no tier between the first and the last; known: {known}")
+                raise ValueError(f"policy.skip: {tier!r} is not a tier between the first and the last; known: {known}")

@@ -1,43 +1,37 @@
-"""`rules`: which policy a request gets, by what is known before any model runs. The first rule that holds decides.
+"""`rules`: choose the policy for a request by what is known before any model runs. The first matching rule wins.
 
-    policy:
-      name: rules
-      rules:
-        - {name: code, when: {regex: "```|Traceback"}, then: {name: fixed, tier: large}}
-        - {name: free, when: {tenant_tier: [free]}, then: {name: fixed, tier: small}}
-        - {name: spent, when: {budget: {tier: large, tokens: 500000}}, then: {name: fixed, tier: small}}
-      otherwise: {name: confidence, threshold: -0.5}
+policy:
+  name: rules
+  rules:
+    - {name: code, when: {regex: "```|Traceback"}, then: {name: fixed, tier: large}}
+    - {name: free, when: {tenant_tier: [free]}, then: {name: fixed, tier: small}}
+    - {name: spent, when: {budget: {tier: large, tokens: 500000}}, then: {name: fixed, tier: small}}
+  otherwise: {name: confidence, threshold: -0.5}
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from gateway.policies.base import Asked, Decision, Policy, Selected
-from gateway.policies.budget import Budget
+from gateway.policies.base import Budget, Policy, PolicyChoice, RequestFeatures, RoutingDecision, build
 from gateway.policies.confidence import Confidence
 from gateway.policies.language import LANGUAGES, language_of
 
-SEARCHED_CHARS = 20_000  # of the last user message: a slow expression meets no endless text
+SEARCHED_CHARS = 20_000  # of the last user message; bounds the time of a slow expression
 
-
-def _built(value: Any) -> Any:
-    from gateway.policies import build  # which knows this very class
-
-    return build(value) if isinstance(value, dict) else value
-
-
-Composed = Annotated[Policy, BeforeValidator(_built)]
+NestedPolicy = Annotated[Policy, BeforeValidator(lambda value: build(value) if isinstance(value, dict) else value)]
 
 
 class Condition(BaseModel):
-    """Holds when everything holds that is given. `keywords` (whole words, either case), `regex` and `language` (ISO
-    639-1) look at the last user message; the character counts at all messages together. `budget` holds once that is
-    used up."""
+    """Matches if every given condition matches.
+
+    `keywords` (whole words, case-insensitive), `regex` and `language` (ISO 639-1) test the last user message, the
+    character counts all messages together. `budget` matches once it is used up.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,7 +50,7 @@ class Condition(BaseModel):
         try:
             re.compile(regex or "")
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from error
+            raise ValueError(f"not a valid regular expression: {error}") from error
         return regex
 
     @field_validator("language")
@@ -67,14 +61,14 @@ class Condition(BaseModel):
             raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(LANGUAGES)}")
         return languages
 
-    def holds(self, asked: Asked) -> bool:
-        text = asked.text[:SEARCHED_CHARS]
+    def matches(self, request: RequestFeatures) -> bool:
+        text = request.text[:SEARCHED_CHARS]
         return (
-            (self.min_chars is None or asked.num_chars >= self.min_chars)
-            and (self.max_chars is None or asked.num_chars <= self.max_chars)
-            and (self.tools is None or asked.has_tools is self.tools)
-            and (not self.tenant_tier or asked.tenant_tier in self.tenant_tier)
-            and (self.budget is None or self.budget in asked.overspent)
+            (self.min_chars is None or request.num_chars >= self.min_chars)
+            and (self.max_chars is None or request.num_chars <= self.max_chars)
+            and (self.tools is None or request.has_tools is self.tools)
+            and (not self.tenant_tier or request.tenant_tier in self.tenant_tier)
+            and (self.budget is None or self.budget in request.overspent)
             and (not self.keywords or any(_has_word(text, word) for word in self.keywords))
             and (self.regex is None or re.search(self.regex, text) is not None)
             and (not self.language or language_of(text) in self.language)
@@ -82,30 +76,30 @@ class Condition(BaseModel):
 
 
 class Rule(BaseModel):
-    """`name` stands in metrics and replies."""
+    """`name` appears in metrics and replies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[a-z0-9_-]{1,32}$")
     when: Condition
-    then: Composed
+    then: NestedPolicy
 
 
 class Rules(Policy):
     name: ClassVar[str] = "rules"
     rules: tuple[Rule, ...] = ()
-    otherwise: Composed = Confidence()
+    otherwise: NestedPolicy = Confidence()
 
-    def decide(self, tiers: Sequence[str], asked: Asked) -> Decision:
-        return self.select(asked).decide(tiers, asked)
+    def decide(self, tiers: Sequence[str], request: RequestFeatures) -> RoutingDecision:
+        return self.select(request).decide(tiers, request)
 
-    def select(self, asked: Asked) -> Selected:
-        """Where rules lie within rules, the innermost one is named."""
-        rule = self._first(asked)
+    def select(self, request: RequestFeatures) -> PolicyChoice:
+        """Report the innermost rule if rules are nested."""
+        rule = self._first(request)
         if rule is None:
-            return self.otherwise.select(asked)
-        inner = rule.then.select(asked)
-        return Selected(inner.policy, inner.rule or rule.name)
+            return self.otherwise.select(request)
+        inner = rule.then.select(request)
+        return PolicyChoice(inner.policy, inner.rule or rule.name)
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
@@ -123,8 +117,8 @@ class Rules(Policy):
     def _policies(self) -> list[Policy]:
         return [*(rule.then for rule in self.rules), self.otherwise]
 
-    def _first(self, asked: Asked) -> Rule | None:
-        return next((rule for rule in self.rules if rule.when.holds(asked)), None)
+    def _first(self, request: RequestFeatures) -> Rule | None:
+        return next((rule for rule in self.rules if rule.when.matches(request)), None)
 
 
 def _has_word(text: str, word: str) -> bool:

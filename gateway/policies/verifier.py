@@ -1,9 +1,9 @@
-"""`verifier`: the small model is asked whether its own answer is right (arXiv 2207.05221: models mostly know).
+"""`verifier`: the small model is asked whether its own answer is right (arXiv 2207.05221).
 
-    system, user, ...          the conversation
-    assistant                  its answer, whole
-    user                       "Is this answer correct ...? Reply with Yes or No."
-    assistant                  Yes or No: the share of Yes is the confidence
+system, user, ...          the conversation
+assistant                  its answer, whole
+user                       "Is this answer correct ...? Reply with Yes or No."
+assistant                  Yes or No: the share of Yes is the confidence
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from gateway.policies.base import WHOLE_ANSWER, Cascading, Token, Verdict
+from gateway.policies.base import WHOLE_ANSWER, CascadePolicy, TokenLogprob, Verdict
 
-NUM_TOP = 10  # among which Yes and No are looked for
+NUM_TOP = 10  # likeliest tokens to search for Yes and No
 
 
-class Verifier(Cascading):
-    """Accepts when, of the probability that the reply to `question` begins with Yes or with No, at least the share
-    `threshold` is Yes. One token more than the answer itself; it costs no second reading, since the answer's cache
-    stands. Nothing is told before the verdict."""
+class Verifier(CascadePolicy):
+    """Accepts an answer if P(Yes) / (P(Yes) + P(No)) of the reply to `question` is at least `threshold`.
+
+    It costs one token more, and no second prefill, as the answer's cache is reused. Nothing is sent before the verdict.
+    """
 
     name: ClassVar[str] = "verifier"
     threshold: float = Field(default=0.5, ge=0, le=1)
@@ -40,7 +41,7 @@ class Verifier(Cascading):
     def num_top_logprobs(self) -> int:
         return NUM_TOP
 
-    def judge(self, tokens: Sequence[Token]) -> Verdict:
+    def judge(self, tokens: Sequence[TokenLogprob]) -> Verdict:
         yes, no = (_probability(tokens, word) for word in ("yes", "no"))
         if yes + no == 0:
             return Verdict(False, "no_verdict")
@@ -48,10 +49,10 @@ class Verifier(Cascading):
         return Verdict(True, "verified", share) if share >= self.threshold else Verdict(False, "doubted", share)
 
 
-def _probability(tokens: Sequence[Token], word: str) -> float:
-    """Of the reply's beginning with this word, however it is written."""
+def _probability(tokens: Sequence[TokenLogprob], word: str) -> float:
+    """The probability that the reply begins with this word, in any case and with any spaces."""
     if not tokens:
         return 0.0
     first = tokens[0]
-    told = dict(first.top) | {first.text: first.logprob}
-    return sum(math.exp(logprob) for text, logprob in told.items() if text.strip().lower() == word)
+    logprobs = dict(first.top) | {first.text: first.logprob}
+    return sum(math.exp(logprob) for text, logprob in logprobs.items() if text.strip().lower() == word)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gateway import policies
 from gateway.errors import PermissionDenied
 from gateway.metrics import Metrics
-from gateway.policies import Asked, Decision, Policy
+from gateway.policies import Policy, RequestFeatures, RoutingDecision
 from gateway.request.lookup import ClientCaches, Prefixes
 from gateway.request.turn import Route, Turn
 from gateway.settings import AUTO, Settings
@@ -62,7 +62,7 @@ async def choose(parts: Parts, turn: Turn) -> Route:
             except ValueError as error:
                 raise InvalidRequest(f"kvrelay.policy: {error}", param="kvrelay.policy") from error
         users = [message for message in turn.messages if message.role == "user"]
-        asked = Asked(
+        asked = RequestFeatures(
             text=users[-1].text if users else "",
             num_chars=sum(len(message.text) for message in turn.messages),
             has_tools=bool(request.offered_tools),
@@ -81,7 +81,7 @@ async def choose(parts: Parts, turn: Turn) -> Route:
         return Route(selected.policy, decision, small, tuple(above))
 
 
-def _decide_named(turn: Turn, named: Tier, tiers: Sequence[str]) -> Decision:
+def _decide_named(turn: Turn, named: Tier, tiers: Sequence[str]) -> RoutingDecision:
     request, options = turn.request, turn.request.kvrelay
     check_may_use(turn.tenant, named)
     if request.form is not None and not named.supports_format(request.form.type):
@@ -96,16 +96,16 @@ def _decide_named(turn: Turn, named: Tier, tiers: Sequence[str]) -> Decision:
             f"kvrelay.policy: a policy chooses among models; leave it out, or ask for 'auto' instead of {named.name!r}",
             param="kvrelay.policy",
         )
-    return Decision("answer", named.name, NAMED, NAMED, forced=True)
+    return RoutingDecision("answer", named.name, NAMED, NAMED, forced=True)
 
 
-def _decide_by_cache(turn: Turn, decision: Decision, fleet: Fleet, tiers: Sequence[str]) -> Decision:
+def _decide_by_cache(turn: Turn, decision: RoutingDecision, fleet: Fleet, tiers: Sequence[str]) -> RoutingDecision:
     """The model that holds the cache answers. If the cache is lost, the last tier of the decision does."""
     worker = fleet.worker(turn.client_cache.entry.worker) if turn.client_cache else None
     holder = worker.tier if worker else decision.tier
     if holder not in tiers or (decision.policy == NAMED and holder != decision.tier):
         raise InvalidRequest(f"kv_transfer_params.cache_id: its model is {holder!r}; ask for that", param="model")
-    return Decision("answer", holder, NAMED, "cache", forced=True)
+    return RoutingDecision("answer", holder, NAMED, "cache", forced=True)
 
 
 def allowed_tiers(turn: Turn, fleet: Fleet) -> list[str]:

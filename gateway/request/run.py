@@ -19,7 +19,7 @@ from typing import Literal
 import structlog
 
 from gateway.errors import CircuitOpen
-from gateway.policies import Token, Verdict
+from gateway.policies import TokenLogprob, Verdict
 from gateway.request import bodies
 from gateway.request.route import Parts
 from gateway.request.steps import early_transfer, next_step
@@ -202,11 +202,11 @@ class Run:
         turn, policy = self.turn, self.turn.route.policy
         assert turn.answering is not None and turn.answering.stream is not None
         stream = turn.answering.stream
-        tokens: list[Token] = stream.completion.tokens
-        foresight = policy.foresee(tokens)
-        while foresight != "certain" and await stream.read_on(policy.num_judged_tokens, step.deadline):
-            foresight = policy.foresee(tokens)
-            if foresight == "likely" and (transfer := early_transfer(turn, step.above)) is not None:
+        tokens: list[TokenLogprob] = stream.completion.tokens
+        forecast = policy.forecast(tokens)
+        while forecast != "certain" and await stream.read_on(policy.num_judged_tokens, step.deadline):
+            forecast = policy.forecast(tokens)
+            if forecast == "likely" and (transfer := early_transfer(turn, step.above)) is not None:
                 turn.early = transfer
                 self._early = asyncio.create_task(self._transfer(transfer))
         if policy.follow_up is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.policies import Decision, Policy, Verdict
+from gateway.policies import Policy, RoutingDecision, Verdict
 from gateway.request.lookup import Lookup, PrefixHit, num_stable
 from gateway.schemas import AnswerRequest
 from gateway.settings import Settings
@@ -39,7 +39,7 @@ class Route:
     its answer is rejected; `policy` judges. On the route `answer`, `target` answers alone."""
 
     policy: Policy
-    decision: Decision
+    decision: RoutingDecision
     small: Tier
     above: tuple[Tier, ...]
 

@@ -19,7 +19,7 @@ from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import FixedWindowRateLimiter
 
 from gateway.errors import RateLimited
-from gateway.policies.budget import Budget
+from gateway.policies.base import Budget
 from gateway.state.tenants import Tenant
 
 if TYPE_CHECKING:

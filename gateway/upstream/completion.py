@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.policies import Token
+from gateway.policies import TokenLogprob
 from workers.api.schemas import KVUsage, Message
 
 Chunk = dict[str, Any]
@@ -21,7 +21,7 @@ class Completion:
     def __init__(self) -> None:
         self.has_content = False
         self.logprobs: list[dict[str, Any]] = []  # in OpenAI's form, one per token
-        self.tokens: list[Token] = []  # the same, as policies judge them
+        self.tokens: list[TokenLogprob] = []  # the same, as policies judge them
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None  # in OpenAI's form
         self.kv: KVUsage | None = None
@@ -48,7 +48,7 @@ class Completion:
         for token in (choice.get("logprobs") or {}).get("content") or ():
             self.logprobs.append(token)
             top = tuple((str(one["token"]), _logprob(one["logprob"])) for one in token.get("top_logprobs") or ())
-            self.tokens.append(Token(str(token["token"]), _logprob(token["logprob"]), top))
+            self.tokens.append(TokenLogprob(str(token["token"]), _logprob(token["logprob"]), top))
 
     def _add_text(self, text: str, *, has_calls: bool = False) -> None:
         if text:
@@ -104,16 +104,16 @@ class TextCompletion(Completion):
             self.tokens.extend(text_tokens(choice["logprobs"]))
 
 
-def text_tokens(logprobs: dict[str, Any]) -> list[Token]:
+def text_tokens(logprobs: dict[str, Any]) -> list[TokenLogprob]:
     """The tokens of a text chunk's log-probabilities, which are in OpenAI's form."""
     tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
     return [
-        Token(str(token), _logprob(logprob), tuple((str(one), _logprob(value)) for one, value in top.items()))
+        TokenLogprob(str(token), _logprob(logprob), tuple((str(one), _logprob(value)) for one, value in top.items()))
         for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
     ]
 
 
-def text_logprobs(tokens: list[Token], *, num_top: int, offset: int = 0) -> dict[str, Any]:
+def text_logprobs(tokens: list[TokenLogprob], *, num_top: int, offset: int = 0) -> dict[str, Any]:
     """The log-probabilities of a text that begins `offset` characters into the answer, in OpenAI's form."""
     offsets = []
     for token in tokens:

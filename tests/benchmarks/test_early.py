@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from benchmarks.early import ARMS, Row, main, summary, two_arms
-from gateway.policies import Token
+from gateway.policies import TokenLogprob
 from gateway.settings import from_values
 from tests.gateway.stack import values
 
@@ -25,8 +25,8 @@ def test_the_added_wait_is_counted_from_where_the_other_arm_decides() -> None:
 def test_only_one_arm_decides_early() -> None:
     settings = from_values(values(**two_arms({arm: arm for arm in ARMS}, -0.02)))
     end, early = (rule.then for rule in settings.chosen_policy.rules)  # type: ignore[attr-defined]
-    wavering = [Token("a", -0.1)] * 8
-    assert (end.foresee(wavering), early.foresee(wavering)) == ("open", "certain")
+    wavering = [TokenLogprob("a", -0.1)] * 8
+    assert (end.forecast(wavering), early.forecast(wavering)) == ("open", "certain")
 
 
 def test_a_family_that_is_not_there_ends_with_status_2() -> None:

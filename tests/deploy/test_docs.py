@@ -17,7 +17,7 @@ import yaml
 from deploy import queries
 from deploy.composed import REPOSITORY, Composed
 from gateway import settings
-from gateway.policies import Asked
+from gateway.policies import RequestFeatures
 from workers.settings import read_settings
 
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -113,7 +113,8 @@ def test_examples_work(block: Block) -> None:
     exec(compile(block.text, block.where, "exec"), names)  # the file's own text, which is ours
     if "LongOnes" in names:
         policy = names["LongOnes"]()
-        assert [policy.decide(("small", "large"), Asked(num_chars=n)).tier for n in (1, 9000)] == ["small", "large"]
+        short, long = (policy.decide(("small", "large"), RequestFeatures(num_chars=count)) for count in (1, 9000))
+        assert (short.tier, long.tier) == ("small", "large")
     else:
         assert names["Mean"]().name == "mean"
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from deploy.composed import REPOSITORY
 from gateway import settings as gateway
 from gateway.policies import POLICIES
-from gateway.policies.budget import Budget
+from gateway.policies.base import Budget
 from gateway.policies.rules import Condition, Rule
 from gateway.upstream.breaker import BreakerSettings
 from workers import settings as workers

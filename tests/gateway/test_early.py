@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.policies import Token, build
-from gateway.policies.base import Foresight
+from gateway.policies import TokenLogprob, build
+from gateway.policies.base import Forecast
 from tests.gateway.stack import MESSAGES, Stack, eventually, live_stack, report, right_answer, text
 from tests.gateway.test_streaming import chunks, joined, streamed
 from workers.api.errors import TransferFailed
@@ -18,8 +18,8 @@ from workers.api.errors import TransferFailed
 POLICY = {"name": "confidence", "threshold": -0.5, "num_tokens": 6, "speculate_after": 2}
 
 
-def tokens(*logprobs: float) -> list[Token]:
-    return [Token("a", one, (("a", one), ("b", one - 1.0))) for one in logprobs]
+def tokens(*logprobs: float) -> list[TokenLogprob]:
+    return [TokenLogprob("a", one, (("a", one), ("b", one - 1.0))) for one in logprobs]
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def tokens(*logprobs: float) -> list[Token]:
         ([-3.1], "certain"),
     ],
 )
-def test_foresight(logprobs: list[float], expected: Foresight) -> None:
-    assert build(POLICY).foresee(tokens(*logprobs)) == expected
+def test_forecast(logprobs: list[float], expected: Forecast) -> None:
+    assert build(POLICY).forecast(tokens(*logprobs)) == expected
 
 
 @pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
@@ -45,15 +45,15 @@ def test_what_is_certain_is_so_whatever_follows_and_wherever_it_ends(score: str)
         scale = draw.choice([0.05, 0.5, 3.0])
         whole = tokens(*(-draw.expovariate(1 / scale) for _ in range(8)))
         for count in range(1, 9):
-            if policy.foresee(whole[:count]) == "certain":
+            if policy.forecast(whole[:count]) == "certain":
                 num_certain += 1
                 assert not any(policy.judge(whole[:length]).accept for length in range(count, 9))
     assert num_certain > 20, "else nothing was tested"
 
 
 def test_nothing_is_certain_of_an_answer_that_is_judged_whole() -> None:
-    assert build(POLICY | {"streaming": "buffer"}).foresee(tokens(-9.0, -9.0)) == "likely"
-    assert build(POLICY | {"speculate_after": None}).foresee(tokens(-0.9, -0.9)) == "open"
+    assert build(POLICY | {"streaming": "buffer"}).forecast(tokens(-9.0, -9.0)) == "likely"
+    assert build(POLICY | {"speculate_after": None}).forecast(tokens(-0.9, -0.9)) == "open"
 
 
 @pytest.mark.parametrize("speculate_after", [2, None])

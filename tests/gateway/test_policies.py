@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from gateway.policies import POLICIES, Asked, Policy, Token, build
+from gateway.policies import POLICIES, Policy, RequestFeatures, TokenLogprob, build
 from gateway.policies.language import language_of
 from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, report, right_answer, text
 
 TIERS = ["small", "large"]
-ASKED = Asked(text="Why?", num_chars=4)
-SURE = Token("Yes", 0.0, (("Yes", 0.0), ("No", -30.0)))
-UNSURE = Token("No", -9.0, (("Yes", -9.1), ("No", -9.0)))
+ASKED = RequestFeatures(text="Why?", num_chars=4)
+SURE = TokenLogprob("Yes", 0.0, (("Yes", 0.0), ("No", -30.0)))
+UNSURE = TokenLogprob("No", -9.0, (("Yes", -9.1), ("No", -9.0)))
 
 
-def tokens(*logprobs: float) -> list[Token]:
+def tokens(*logprobs: float) -> list[TokenLogprob]:
     """Each written with the rest of the probability on one other token."""
-    return [Token("a", one, (("a", one), ("b", math.log(max(1e-9, 1 - math.exp(one)))))) for one in logprobs]
+    return [TokenLogprob("a", one, (("a", one), ("b", math.log(max(1e-9, 1 - math.exp(one)))))) for one in logprobs]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -48,7 +48,7 @@ def test_a_policy_that_cascades_judges(name: str, score: str) -> None:
 def test_a_stream_is_never_escalated_with_stream_small(name: str, streaming: str) -> None:
     policy = build({"name": name, "streaming": streaming})
     assert policy.decide(TIERS, ASKED).route == "cascade"
-    streamed = policy.decide(TIERS, Asked(is_streamed=True))
+    streamed = policy.decide(TIERS, RequestFeatures(is_streamed=True))
     if streaming == "stream_small":
         assert (streamed.route, streamed.tier, streamed.reason) == ("answer", "small", "stream_small")
     else:
@@ -91,26 +91,26 @@ def test_other_scores(settings: dict[str, Any], logprobs: list[float], expected:
     ("told", "at_least"), [([0.5], math.log(2)), ([0.01, 0.01], math.log(100)), ([0.25] * 4, math.log(4)), ([1.0], 0)]
 )
 def test_entropy_knows_that_nothing_beyond_is_likelier_than_what_was_told(told: list[float], at_least: float) -> None:
-    token = Token("a", math.log(told[0]), tuple((str(place), math.log(one)) for place, one in enumerate(told)))
+    token = TokenLogprob("a", math.log(told[0]), tuple((str(place), math.log(one)) for place, one in enumerate(told)))
     judged = build({"name": "confidence", "score": "entropy"}).judge([token])
     assert judged.confidence == pytest.approx(-at_least)
 
 
 @pytest.mark.parametrize("score", ["margin", "entropy"])
 def test_without_the_likeliest_tokens_nothing_is_trusted(score: str) -> None:
-    verdict = build({"name": "confidence", "score": score}).judge([Token("a", 0.0)])
+    verdict = build({"name": "confidence", "score": score}).judge([TokenLogprob("a", 0.0)])
     assert (verdict.accept, verdict.reason, verdict.confidence) == (False, "no_logprobs", None)
 
 
 @pytest.mark.parametrize(
     ("reply", "accept", "confidence"),
     [
-        (Token("Yes", math.log(0.6), (("Yes", math.log(0.6)), ("No", math.log(0.2)))), True, 0.75),
-        (Token(" no", math.log(0.6), ((" no", math.log(0.6)), (" YES", math.log(0.2)))), False, 0.25),
-        (Token("Well", 0.0, (("Well", 0.0),)), False, None),
+        (TokenLogprob("Yes", math.log(0.6), (("Yes", math.log(0.6)), ("No", math.log(0.2)))), True, 0.75),
+        (TokenLogprob(" no", math.log(0.6), ((" no", math.log(0.6)), (" YES", math.log(0.2)))), False, 0.25),
+        (TokenLogprob("Well", 0.0, (("Well", 0.0),)), False, None),
     ],
 )
-def test_the_verifier_weighs_yes_against_no(reply: Token, accept: bool, confidence: float | None) -> None:
+def test_the_verifier_weighs_yes_against_no(reply: TokenLogprob, accept: bool, confidence: float | None) -> None:
     verdict = build({"name": "verifier", "threshold": 0.7}).judge([reply, SURE])
     assert verdict.accept is accept
     assert verdict.confidence == (confidence if confidence is None else pytest.approx(confidence))
@@ -133,20 +133,20 @@ RULES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("asked", "rule", "route"),
     [
-        (Asked("Hello", 1000), "long", "answer"),
-        (Asked("Read this Contract."), "words", "escalate"),
-        (Asked("How fast is C++?"), "words", "escalate"),
-        (Asked("Subcontractors are many"), None, "cascade"),
-        (Asked("Why this? ```x```"), "code", "answer"),
-        (Asked("Hello", has_tools=True), "tools", "answer"),
-        (Asked("Warum ist der Himmel blau?"), "german", "answer"),
-        (Asked("空はなぜ青いのですか"), "german", "answer"),
-        (Asked("Why is the sky blue?", 20, tenant_tier="free"), "free", "answer"),
-        (Asked("Why is the sky blue?", 100, tenant_tier="free"), None, "cascade"),  # both conditions must hold
-        (Asked("Why is the sky blue?", 20, tenant_tier="gold"), None, "cascade"),
+        (RequestFeatures("Hello", 1000), "long", "answer"),
+        (RequestFeatures("Read this Contract."), "words", "escalate"),
+        (RequestFeatures("How fast is C++?"), "words", "escalate"),
+        (RequestFeatures("Subcontractors are many"), None, "cascade"),
+        (RequestFeatures("Why this? ```x```"), "code", "answer"),
+        (RequestFeatures("Hello", has_tools=True), "tools", "answer"),
+        (RequestFeatures("Warum ist der Himmel blau?"), "german", "answer"),
+        (RequestFeatures("空はなぜ青いのですか"), "german", "answer"),
+        (RequestFeatures("Why is the sky blue?", 20, tenant_tier="free"), "free", "answer"),
+        (RequestFeatures("Why is the sky blue?", 100, tenant_tier="free"), None, "cascade"),  # not both
+        (RequestFeatures("Why is the sky blue?", 20, tenant_tier="gold"), None, "cascade"),
     ],
 )
-def test_the_first_rule_that_holds_decides(asked: Asked, rule: str | None, route: str) -> None:
+def test_the_first_rule_that_holds_decides(asked: RequestFeatures, rule: str | None, route: str) -> None:
     policy = build(RULES)
     decision = policy.decide(TIERS, asked)
     assert (decision.rule, decision.route) == (rule, route)
@@ -159,8 +159,8 @@ def test_rules_within_rules() -> None:
     inner = {"name": "rules", "rules": [{"name": "short", "when": {"max_chars": 9}, "then": {"name": "fixed"}}]}
     policy = build({"name": "rules", "rules": [{"name": "all", "when": {}, "then": inner}]})
     assert policy.decide(TIERS, ASKED).rule == "short"
-    assert policy.decide(TIERS, Asked("Hello", 10)).rule == "all"
-    assert policy.select(Asked("Hello", 10)).policy.name == "confidence"
+    assert policy.decide(TIERS, RequestFeatures("Hello", 10)).rule == "all"
+    assert policy.select(RequestFeatures("Hello", 10)).policy.name == "confidence"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_languages(written: str, language: str | None) -> None:
         ({"name": "verifier", "threshold": 2}, "policy.threshold: .* less than or equal to 1, got 2"),
         (
             {"name": "rules", "rules": [{"name": "a", "when": {"regex": "("}, "then": {"name": "fixed"}}]},
-            r"policy.rules.0.when.regex: is no regular expression: .*, got '\('",
+            r"policy.rules.0.when.regex: not a valid regular expression: .*, got '\('",
         ),
         (
             {"name": "rules", "rules": [{"name": "a", "when": {"language": ["xx"]}, "then": {"name": "fixed"}}]},

@@ -15,7 +15,7 @@ from limits import RateLimitItemPerMinute
 from redis.asyncio import Redis
 
 from gateway.errors import RateLimited
-from gateway.policies.budget import Budget
+from gateway.policies.base import Budget
 from gateway.settings import RegistrySettings, from_values
 from gateway.state.quotas import TOKENS, Quotas
 from gateway.state.registry import connect
