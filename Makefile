@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 JS     := tests/gateway/js
 
-.PHONY: up demo bench test test-vllm run-test-vllm check clean
+.PHONY: up demo bench test test-fast coverage test-vllm run-test-vllm check clean
 
 up: $(STAMP)
 	@exec $(BIN)/kvrelay up --engine $(ENGINE) $(ARGS)
@@ -17,9 +17,19 @@ demo: $(STAMP)
 bench: $(STAMP)
 	@exec $(BIN)/kvrelay bench --engine $(ENGINE) $(ARGS)
 
+PYTEST := $(BIN)/pytest -n auto --dist loadfile
+
 test: $(STAMP) $(JS)/node_modules
 	@deploy/system-packages
-	@$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+# All but the tests that run real processes or a model bigger than `tiny`.
+test-fast: $(STAMP)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+# The lines and branches that the fast tests reach. `make coverage ARGS=--cov-report=html` writes pages.
+coverage: $(STAMP)
+	@$(PYTEST) -m "not slow" --cov --cov-report=term $(ARGS)
 
 # vLLM pins other versions than the rest of kvrelay: it has an environment of its own.
 test-vllm:

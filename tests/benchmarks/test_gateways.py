@@ -102,6 +102,7 @@ def test_memory_grows_where_its_second_half_does(rss_mib: list[float], growth: f
     assert growth_mib(rss_mib, 100_000) == growth
 
 
+@pytest.mark.slow
 def test_a_tiny_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--only", "kvrelay", "--soak", "--memory-requests", "40", "--connections", "2"]
     assert main([*options, "--json", str(tmp_path / "told.json")]) == 0
@@ -110,6 +111,7 @@ def test_a_tiny_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(rf"kvrelay +40 +{row['rss_mib'][-1]}\n", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"rounds": 1, "requests": 20, "connections": 4, "per-s": 5, "seconds": 0.4, "streams": 5}
     sizes |= {"stream-words": 3, "every-ms": 10, "memory-requests": 20}

@@ -11,6 +11,7 @@ import torch
 from benchmarks import gpu
 
 
+@pytest.mark.slow
 def test_a_dry_run_takes_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "gpu.json"
     assert gpu.main(["--dry-run", "--layers", "2", "--repeats", "1", "--json", str(report)]) == 0

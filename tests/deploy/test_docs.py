@@ -99,6 +99,7 @@ def test_targets_of_make_that_are_shown_are_there() -> None:
     assert len(targets) > 3 and targets <= set(phony.split())
 
 
+@pytest.mark.slow
 @of("sh", "run")
 def test_commands_run(block: Block) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

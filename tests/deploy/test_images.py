@@ -32,6 +32,7 @@ def test_the_dockerfile_is_linted() -> None:
     assert linted.returncode == 0, linted.stdout
 
 
+@pytest.mark.slow
 def test_the_gateways_image_runs_on_what_is_copied(tmp_path: Path) -> None:
     """Not on torch, not on the mappers, and not on more of `workers` than its contract."""
     copy("gateway-build", tmp_path)

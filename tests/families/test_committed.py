@@ -17,7 +17,7 @@ from mappers.families import ModelFamily, find_family
 from mappers.fingerprint import RECIPE_FILE, file_digest
 
 
-@pytest.fixture(scope="module", params=["smol", "tiny"])
+@pytest.fixture(scope="module", params=[pytest.param("smol", marks=pytest.mark.slow), "tiny"])
 def family(request: pytest.FixtureRequest) -> ModelFamily:
     made = find_family(request.param)
     made.prepare(lambda _: None)
@@ -47,6 +47,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         find_family("smoll")
 
 
+@pytest.mark.slow
 def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily) -> None:
     with (
         safe_open(smol.source / "model.safetensors", framework="pt") as small,
@@ -59,6 +60,7 @@ def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily)
     assert json.loads((smol.source / "config.json").read_text())["num_hidden_layers"] == 24
 
 
+@pytest.mark.slow
 def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: ModelFamily, tmp_path: Path) -> None:
     """One weight moved by one unit in the last place, as another processor might have computed it."""
     folder = tmp_path / "smol-small"

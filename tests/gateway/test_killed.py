@@ -21,6 +21,8 @@ from tests.gateway.stack import MESSAGES, Stack, fakes, report, right_answer, te
 from tests.serving import free_socket, serving, url_of
 from tools.fake_worker import FAKE_SECRET
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 REQUEST_S = 3.0
 SERVE = """

@@ -9,9 +9,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.gateway.stack import MESSAGES, eventually, live_stack, right_answer
 from tools.fake_worker import FakeWorker
 from workers.api.errors import Overloaded
+
+pytestmark = pytest.mark.slow
 
 SUITE = Path(__file__).parent / "js"
 KEYS = {"default": "key-of-default", "limited": "key-of-limited"}

@@ -137,6 +137,7 @@ async def test_documentation_page_can_be_switched_off(docs: bool) -> None:
 
 
 # The gateway runs in a thread of this process, and draws its jitter when it likes.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

@@ -26,6 +26,8 @@ from tests.gateway.stack import MESSAGES, eventually, fakes, right_answer, text,
 from tests.serving import free_socket, serving, url_of
 from tools.fake_worker import FAKE_SECRET, FakeWorker
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

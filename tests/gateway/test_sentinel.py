@@ -18,6 +18,8 @@ from tests.gateway.stack import MESSAGES, in_process, report, right_answer, text
 from workers.api.config import SettingsError
 from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_MS = 100
 MOST_S = 60.0  # on a busy machine; else a few seconds
 

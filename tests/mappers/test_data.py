@@ -82,7 +82,7 @@ def test_lines_of_text_are_passages_unless_they_hold_messages_too(tmp_path: Path
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mark_of_byte_order_is_no_text_and_gzip_is_unpacked(tmp_path: Path, packed: bool) -> None:
     content = b"\xef\xbb\xbf" + json.dumps({"messages": TALK}).encode()
-    (tmp_path / "talks").write_bytes(gzip.compress(content) if packed else content)
+    (tmp_path / "talks").write_bytes(gzip.compress(content, mtime=0) if packed else content)
     assert read_conversations(tmp_path / "talks") == [TALK]
 
 
@@ -117,7 +117,7 @@ def test_lines_are_read_one_after_another_and_counted(tmp_path: Path) -> None:
         (b"w1 w2\0 w3", "is no UTF-8 text: it holds zeros; allowed: JSON lines"),
         (b"w1 \xff w2", "is no UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
         ("w1 w2".encode("utf-16"), "is no UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
-        (gzip.compress(b"w1 w2")[:-9], "cannot read .*: Compressed file ended"),
+        (gzip.compress(b"w1 w2", mtime=0)[:-9], "cannot read .*: Compressed file ended"),
         (b"\x1f\x8bw1 w2 w3 w4 w5 w6", "cannot read .*: Unknown compression method"),
     ],
 )

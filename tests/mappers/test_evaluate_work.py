@@ -24,6 +24,7 @@ def models(folders: dict[str, Path]) -> tuple[Any, Any]:
     return load_model(folders["sibling"]), load_model(folders["large"])
 
 
+@pytest.mark.slow
 def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None:
     """On the embedded pair of trained models: the slow way reads every prefix by itself, by both models."""
     family = find_family("tiny")

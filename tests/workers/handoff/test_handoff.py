@@ -115,6 +115,7 @@ async def test_a_cache_that_is_dropped_while_leased_still_arrives(pair: Pair) ->
     await until(lambda: pair.source.stats.free_blocks == pair.source.stats.num_blocks, "the source's blocks")
 
 
+@pytest.mark.slow
 async def test_a_source_that_is_killed_meanwhile_leaves_what_it_had_written(pair: Pair) -> None:
     """Memory that is mapped stays, and its owner writes no more: what is read is right, or it is stale."""
     owner = RemoteOwner("shm", num_blocks=64)

@@ -18,7 +18,7 @@ from workers.api.client import WorkerClient
 from workers.api.errors import DeadlineExceeded, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 _numbers = itertools.count(os.getpid() % 200)
 

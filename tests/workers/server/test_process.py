@@ -26,6 +26,8 @@ from workers.api.client import WorkerClient
 from workers.api.errors import CacheNotFound, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 START_S = 120.0
 TALK = [SYSTEM, QUESTION]

@@ -16,6 +16,8 @@ from workers.api.schemas import Ticket
 from workers.pool.segment import SHM
 from workers.transports.readers import Readers
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 

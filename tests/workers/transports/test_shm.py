@@ -45,6 +45,7 @@ def mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.slow
 def test_another_processes_blocks_read_as_written(remote: RemoteOwner, directory: Path) -> None:
     ticket = remote.ticket(200, seed=4)
     reader = opened(ticket, directory)
@@ -53,6 +54,7 @@ def test_another_processes_blocks_read_as_written(remote: RemoteOwner, directory
     reader.close()
 
 
+@pytest.mark.slow
 def test_a_torn_copy_is_never_taken(remote: RemoteOwner, directory: Path) -> None:
     """The owner writes a block over and over, one number throughout. Every copy that a read gives is of one number."""
     ticket = remote.ticket(64)
@@ -75,6 +77,7 @@ def test_a_torn_copy_is_never_taken(remote: RemoteOwner, directory: Path) -> Non
     segment.close()
 
 
+@pytest.mark.slow
 def test_a_frozen_owner_is_alive(remote: RemoteOwner, directory: Path) -> None:
     reader = opened(remote.ticket(10), directory)
     remote.process.send_signal(signal.SIGSTOP)
@@ -127,6 +130,7 @@ def test_an_address_that_leads_nowhere_is_refused(
     owner.close()
 
 
+@pytest.mark.slow
 def test_what_a_killed_owner_left_reads_right_until_it_is_closed(remote: RemoteOwner, directory: Path) -> None:
     ticket = remote.ticket(100, seed=5)
     reader = opened(ticket, directory)
