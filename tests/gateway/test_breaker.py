@@ -1,4 +1,4 @@
-"""The circuit breaker's decisions, over a clock that the test turns."""
+"""Decisions of the circuit breaker, over a manual clock."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def end(breaker: Breaker, *errors: BaseException | None) -> None:
         breaker.begin().end(error)
 
 
-def opened(breaker: Breaker) -> None:
+def open_circuit(breaker: Breaker) -> None:
     end(breaker, *[GONE] * 4)
     assert breaker.state is State.OPEN
 
 
-def test_opens_at_the_rate_over_the_minimum(breaker: Breaker) -> None:
+def test_the_circuit_opens_at_the_failure_rate_after_the_minimum(breaker: Breaker) -> None:
     end(breaker, GONE, GONE, GONE)
-    assert breaker.state is State.CLOSED, "three outcomes say nothing yet"
+    assert breaker.state is State.CLOSED, "three outcomes are below the minimum"
     end(breaker, GONE)
     assert breaker.state is State.OPEN
     with pytest.raises(CircuitOpen, match="large-0"):
         breaker.begin()
 
 
-def test_stays_closed_below_the_rate(breaker: Breaker) -> None:
+def test_the_circuit_stays_closed_below_the_failure_rate(breaker: Breaker) -> None:
     end(breaker, *[None, None, GONE] * 10)
     assert breaker.state is State.CLOSED
 
@@ -81,28 +81,28 @@ def test_old_failures_are_forgotten(breaker: Breaker, clock: Clock) -> None:
     [
         InvalidRequest("bad"),
         CacheNotFound("gone"),
-        ModelNotFound("no such"),
-        RateLimited("slower"),
+        ModelNotFound("unknown"),
+        RateLimited("too many requests"),
         Overloaded("full"),
         asyncio.CancelledError(),
         GeneratorExit(),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_says_nothing_of_health_is_neutral(breaker: Breaker, error: BaseException) -> None:
+def test_errors_unrelated_to_health_are_neutral(breaker: Breaker, error: BaseException) -> None:
     end(breaker, *[error] * 50)
     assert breaker.state is State.CLOSED
     end(breaker, GONE, GONE, GONE)
-    assert breaker.state is State.CLOSED, "neutral outcomes count towards no minimum either"
+    assert breaker.state is State.CLOSED, "neutral outcomes do not count towards the minimum"
 
 
 @pytest.mark.parametrize("error", [GONE, DeadlineExceeded("late"), TransferFailed("x"), KvrelayError("bug"), OSError()])
-def test_what_counts_as_failure(error: BaseException) -> None:
+def test_worker_errors_count_as_failures(error: BaseException) -> None:
     assert outcome_of(error) is Outcome.FAILURE
 
 
-def test_half_open_admits_its_probes_and_rejects_the_rest_at_once(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
+def test_half_open_admits_probes_and_rejects_further_calls(breaker: Breaker, clock: Clock) -> None:
+    open_circuit(breaker)
     clock.now += 2.0
     breaker.begin()
     breaker.begin()
@@ -111,8 +111,8 @@ def test_half_open_admits_its_probes_and_rejects_the_rest_at_once(breaker: Break
         breaker.begin()
 
 
-def test_two_successes_close_it(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
+def test_two_successes_close_the_circuit(breaker: Breaker, clock: Clock) -> None:
+    open_circuit(breaker)
     clock.now += 2.0
     end(breaker, None)
     assert breaker.state is State.HALF_OPEN
@@ -120,8 +120,8 @@ def test_two_successes_close_it(breaker: Breaker, clock: Clock) -> None:
     assert breaker.state is State.CLOSED
 
 
-def test_a_failed_probe_opens_it_again(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
+def test_a_failed_probe_reopens_the_circuit(breaker: Breaker, clock: Clock) -> None:
+    open_circuit(breaker)
     clock.now += 2.0
     end(breaker, None, GONE)
     assert breaker.state is State.OPEN
@@ -129,16 +129,16 @@ def test_a_failed_probe_opens_it_again(breaker: Breaker, clock: Clock) -> None:
     assert not breaker.admits
 
 
-def test_a_cancelled_probe_gives_its_place_back(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
+def test_a_cancelled_probe_frees_its_slot(breaker: Breaker, clock: Clock) -> None:
+    open_circuit(breaker)
     clock.now += 2.0
     end(breaker, *[asyncio.CancelledError()] * 5)
     assert breaker.state is State.HALF_OPEN
     assert breaker.admits
 
 
-async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
+async def test_a_waiter_takes_the_slot_of_a_cancelled_probe(breaker: Breaker, clock: Clock) -> None:
+    open_circuit(breaker)
     clock.now += 2.0
     probes = [breaker.begin(), breaker.begin()]
     waiting = asyncio.create_task(wait_until_one_admits(lambda: [breaker], Deadline.after(5.0)))
@@ -149,14 +149,14 @@ async def test_who_waits_takes_the_place_that_a_cancelled_probe_gives_back(break
     assert breaker.admits
 
 
-def test_a_call_from_before_it_opened_closes_nothing(breaker: Breaker, clock: Clock) -> None:
+def test_calls_begun_before_opening_do_not_change_the_circuit(breaker: Breaker, clock: Clock) -> None:
     early = [breaker.begin() for _ in range(6)]
-    opened(breaker)
+    open_circuit(breaker)
     clock.now += 2.0
     assert breaker.state is State.HALF_OPEN
     for attempt in early[:3]:
         attempt.end(None)
-    assert breaker.state is State.HALF_OPEN, "they were no probes"
+    assert breaker.state is State.HALF_OPEN, "they were not probes"
     early[3].end(GONE)
     assert breaker.state is State.HALF_OPEN
 
@@ -164,14 +164,14 @@ def test_a_call_from_before_it_opened_closes_nothing(breaker: Breaker, clock: Cl
 @pytest.mark.parametrize(("rng", "reopens_after"), [(lambda: 0.0, 1.6), (lambda: 1.0, 2.4)])
 def test_the_open_time_is_jittered(clock: Clock, rng: Callable[[], float], reopens_after: float) -> None:
     breaker = Breaker("x", SETTINGS.model_copy(update={"jitter": 0.2}), clock=clock, rng=rng)
-    opened(breaker)
+    open_circuit(breaker)
     clock.now += reopens_after - 0.01
     assert breaker.state is State.OPEN
     clock.now += 0.02
     assert breaker.state is State.HALF_OPEN
 
 
-def test_a_stream_that_breaks_after_its_first_token_counts(breaker: Breaker) -> None:
+def test_a_stream_that_breaks_after_its_first_token_counts_as_a_failure(breaker: Breaker) -> None:
     for _ in range(2):
         attempt = breaker.begin()
         attempt.succeed()
@@ -179,7 +179,7 @@ def test_a_stream_that_breaks_after_its_first_token_counts(breaker: Breaker) -> 
     assert breaker.state is State.OPEN, "two successes and two failures"
 
 
-def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
+def test_a_completed_stream_counts_once(breaker: Breaker) -> None:
     for _ in range(2):
         attempt = breaker.begin()
         attempt.succeed()
@@ -188,18 +188,18 @@ def test_a_stream_that_ends_well_counts_once(breaker: Breaker) -> None:
     assert breaker.state is State.OPEN, "two of four"
 
 
-def test_a_failure_that_is_told_twice_counts_once(breaker: Breaker) -> None:
+def test_a_failure_reported_twice_counts_once(breaker: Breaker) -> None:
     for _ in range(3):
         attempt = breaker.begin()
         attempt.end(GONE)
         attempt.end(GONE)
-    assert breaker.state is State.CLOSED, "three outcomes say nothing yet"
+    assert breaker.state is State.CLOSED, "three outcomes are below the minimum"
 
 
-def test_transitions_are_told(clock: Clock) -> None:
-    seen: list[tuple[str, State]] = []
-    breaker = Breaker("x", SETTINGS, clock=clock, on_transition=lambda target, to: seen.append((target, to)))
-    opened(breaker)
+def test_transitions_are_reported(clock: Clock) -> None:
+    transitions: list[tuple[str, State]] = []
+    breaker = Breaker("x", SETTINGS, clock=clock, on_transition=lambda target, to: transitions.append((target, to)))
+    open_circuit(breaker)
     clock.now += 2.0
     end(breaker, None, None)
-    assert seen == [("x", State.OPEN), ("x", State.HALF_OPEN), ("x", State.CLOSED)]
+    assert transitions == [("x", State.OPEN), ("x", State.HALF_OPEN), ("x", State.CLOSED)]

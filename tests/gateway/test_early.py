@@ -1,4 +1,4 @@
-"""An escalation that begins before the small model has finished, and what a stream shows until that is decided."""
+"""Early handoffs, which begin while the small model decodes, and what a stream sends before the decision."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def tokens(*logprobs: float) -> list[TokenLogprob]:
     ("logprobs", "expected"),
     [
         ([], "open"),
-        ([-0.9], "open"),  # one token is no sign yet
+        ([-0.9], "open"),  # one token is too few
         ([-0.9, -0.9], "likely"),
         ([-0.4, -0.4], "open"),
-        ([-0.9] * 4, "certain"),  # -3.6 over six tokens is below the threshold, whatever the other two
+        ([-0.9] * 4, "certain"),  # -3.6 over six tokens is below the threshold for any last two
         ([-3.1], "certain"),
     ],
 )
-def test_forecast(logprobs: list[float], expected: Forecast) -> None:
+def test_forecast_after_the_first_tokens(logprobs: list[float], expected: Forecast) -> None:
     assert build(POLICY).forecast(tokens(*logprobs)) == expected
 
 
 @pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
-def test_what_is_certain_is_so_whatever_follows_and_wherever_it_ends(score: str) -> None:
+def test_a_certain_rejection_holds_for_every_continuation(score: str) -> None:
     draw, num_certain = random.Random(score), 0
     policy = build({"name": "confidence", "score": score, "num_tokens": 8})
     for _ in range(300):
@@ -48,28 +48,28 @@ def test_what_is_certain_is_so_whatever_follows_and_wherever_it_ends(score: str)
             if policy.forecast(whole[:count]) == "certain":
                 num_certain += 1
                 assert not any(policy.judge(whole[:length]).accept for length in range(count, 9))
-    assert num_certain > 20, "else nothing was tested"
+    assert num_certain > 20, "too few certain cases"
 
 
-def test_nothing_is_certain_of_an_answer_that_is_judged_whole() -> None:
+def test_a_buffered_answer_is_never_certain() -> None:
     assert build(POLICY | {"streaming": "buffer"}).forecast(tokens(-9.0, -9.0)) == "likely"
     assert build(POLICY | {"speculate_after": None}).forecast(tokens(-0.9, -0.9)) == "open"
 
 
 @pytest.mark.parametrize("speculate_after", [2, None])
-async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) -> None:
+async def test_an_early_transfer_overlaps_the_small_decode(speculate_after: int | None) -> None:
     async with live_stack(policy=POLICY | {"speculate_after": speculate_after}, deadlines={"request_s": 60.0}) as stack:
         stack.small.logprob, stack.small.token_s = -0.7, 0.2  # likely after two tokens, certain after five
         stack.small.stall("cached_chat", after=3)
-        asking = asyncio.create_task(stack.chat())
+        request = asyncio.create_task(stack.chat())
         if speculate_after:
             await eventually(lambda: bool(stack.large.requests("transfer")), within_s=20)
         else:
             await eventually(lambda: bool(stack.small.requests("cached_chat")), within_s=20)
             await asyncio.sleep(1.0)
-            assert not stack.large.requests("transfer"), "nobody has given the small model up yet"
-        stack.small.heal()  # it writes on
-        kvrelay = report(reply := await asking)
+            assert not stack.large.requests("transfer"), "the small answer is not rejected yet"
+        stack.small.heal()  # it continues to decode
+        kvrelay = report(reply := await request)
         assert text(reply) == right_answer(stack.large, MESSAGES)
         assert (kvrelay["path"], kvrelay["early_handoff"]) == ("mapped", speculate_after is not None)
         assert len(stack.large.requests("transfer")) == 1
@@ -77,7 +77,7 @@ async def test_the_transfer_runs_beside_the_decode(speculate_after: int | None) 
         assert stack.metric("early_handoffs_total", result="used") == (1 if speculate_after else 0)
 
 
-async def test_a_certain_escalation_waits_for_no_further_token() -> None:
+async def test_a_certain_escalation_does_not_wait_for_more_tokens() -> None:
     async with live_stack(policy=POLICY) as stack:
         stack.small.logprob = -9.0
         stack.small.stall("cached_chat", after=1)
@@ -86,7 +86,7 @@ async def test_a_certain_escalation_waits_for_no_further_token() -> None:
 
 
 @pytest.mark.parametrize("transfer_s", [0.0, 30.0])
-async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
+async def test_a_wrong_guess_does_not_delay_the_answer(transfer_s: float) -> None:
     async with live_stack(policy=POLICY) as stack:
         stack.small.first_logprobs, stack.small.token_s = (-0.9, -0.9), 0.1
         stack.large.delay("transfer", transfer_s)
@@ -98,11 +98,11 @@ async def test_a_wrong_guess_costs_nobody_a_thing(transfer_s: float) -> None:
         await eventually(lambda: stack.metric("early_handoffs_total", result="dropped") == 1)
         assert len(stack.large.requests("transfer")) == 1
         assert not stack.large.requests("drop"), "another request may be answering from the same cache"
-        assert not (transfer_s and stack.large.caches), "it was cancelled"
+        assert not (transfer_s and stack.large.caches), "the transfer was cancelled"
         assert stack.metric("num_requests_running", tier="large") == 0
 
 
-async def test_an_early_handoff_that_fails_falls_back() -> None:
+async def test_a_failed_early_handoff_falls_back() -> None:
     async with live_stack(policy=POLICY) as stack:
         stack.small.logprob, stack.small.token_s = -0.7, 0.1
         stack.large.fail("transfer", TransferFailed("gone"))
@@ -110,8 +110,8 @@ async def test_an_early_handoff_that_fails_falls_back() -> None:
         assert (report(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
 
 
-async def shown_after(stack: Stack) -> tuple[float, float]:
-    """When the client saw the first text, and the end."""
+async def time_stream(stack: Stack) -> tuple[float, float]:
+    """Return the seconds until the client receives the first text, and until the end."""
     started, first = time.monotonic(), None
     body: dict[str, Any] = {"model": "auto", "messages": MESSAGES, "stream": True}
     async with stack.http.stream("POST", "/v1/chat/completions", json=body) as reply:
@@ -122,12 +122,12 @@ async def shown_after(stack: Stack) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("streaming", ["decide_first", "buffer", "stream_small"])
-async def test_what_is_shown_before_the_answer_is_accepted(streaming: str) -> None:
-    """Seven words, one every 0.2 s; three are judged, or all, or none."""
+async def test_streaming_mode_decides_what_is_sent_before_acceptance(streaming: str) -> None:
+    """Seven words, one every 0.2 s. The policy judges three, all, or none of them."""
     policy = POLICY | {"num_tokens": 3, "streaming": streaming}
     async with live_stack(policy=policy) as stack:
         stack.small.token_s = 0.2
-        first_s, end_s = await shown_after(stack)
+        first_s, end_s = await time_stream(stack)
         assert first_s > 1.4 if streaming == "buffer" else end_s - first_s > 0.5
         stack.small.logprob = -2.0
         _, frames = await streamed(stack)

@@ -1,4 +1,4 @@
-"""A worker process that is killed, frozen, or started anew on the same port, over real sockets."""
+"""A worker process that is killed, frozen, or restarted on the same port, over real sockets."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ uvicorn.run(worker, port=int(sys.argv[1]), log_config=None)
 
 @contextmanager
 def small_process(port: int, *, prefill_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A fake small worker in a process of its own."""
+    """Run a fake small worker in a separate process."""
     process = subprocess.Popen([sys.executable, "-c", SERVE, str(port), str(prefill_s)], cwd=ROOT)
     try:
-        until = time.monotonic() + 30
+        deadline = time.monotonic() + 30
         while not _answers(port):
-            assert process.poll() is None and time.monotonic() < until, "the worker did not start"
+            assert process.poll() is None and time.monotonic() < deadline, "the worker did not start"
             time.sleep(0.02)
         yield process
     finally:
@@ -65,7 +65,7 @@ def port() -> int:
 
 @pytest.fixture
 async def stack(port: int) -> AsyncIterator[Stack]:
-    """The large worker and the gateway live here; whoever listens on `port` is the small one."""
+    """Run the gateway and the large worker in this process. The small worker listens on `port`."""
     small, large = fakes()
     with ExitStack() as opened:
         listeners = {"large-0": opened.enter_context(free_socket()), "gateway": opened.enter_context(free_socket())}
@@ -81,29 +81,29 @@ async def stack(port: int) -> AsyncIterator[Stack]:
             yield Stack(small, large, app, http, url)
 
 
-async def small_is(stack: Stack, usable: bool) -> None:
-    until = time.monotonic() + 20
+async def wait_until_small(stack: Stack, *, usable: bool) -> None:
+    deadline = time.monotonic() + 20
     while (await stack.http.get("/readyz")).json()["tiers"]["small"] is not usable:
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < deadline, f"usable did not become {usable} within 20 s"
         await asyncio.sleep(0.05)
 
 
-async def test_killed_in_the_middle_of_its_prefill(stack: Stack, port: int) -> None:
+async def test_a_worker_killed_during_its_prefill_is_replaced(stack: Stack, port: int) -> None:
     with small_process(port, prefill_s=30.0) as process:
-        await small_is(stack, True)
+        await wait_until_small(stack, usable=True)
         request = asyncio.create_task(stack.chat())
         await asyncio.sleep(0.3)
         process.kill()
         reply = await request
         assert report(reply)["path"] == "fallback:small_worker_unavailable"
         assert text(reply) == right_answer(stack.large, MESSAGES)
-    await small_is(stack, False)
+    await wait_until_small(stack, usable=False)
     assert report(await stack.chat())["path"].startswith("fallback:small_no_usable_worker")
 
 
-async def test_frozen(stack: Stack, port: int) -> None:
+async def test_a_frozen_worker_is_replaced(stack: Stack, port: int) -> None:
     with small_process(port) as process:
-        await small_is(stack, True)
+        await wait_until_small(stack, usable=True)
         process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
         reply = await stack.chat()
@@ -112,16 +112,16 @@ async def test_frozen(stack: Stack, port: int) -> None:
         assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
-async def test_started_anew_on_the_same_port(stack: Stack, port: int) -> None:
+async def test_a_worker_restarted_on_the_same_port_prefills_again(stack: Stack, port: int) -> None:
     with small_process(port):
-        await small_is(stack, True)
+        await wait_until_small(stack, usable=True)
         assert report(await stack.chat())["path"] == "prefill"
         assert report(await stack.chat())["path"] == "exact"
-    await small_is(stack, False)
+    await wait_until_small(stack, usable=False)
     with small_process(port):
-        await small_is(stack, True)
+        await wait_until_small(stack, usable=True)
         reply = await stack.chat()
-        assert report(reply)["path"] == "prefill", "the cache of the first process is gone, and nobody asks for it"
+        assert report(reply)["path"] == "prefill", "the first process's cache is gone, and is not requested"
         assert text(reply) == right_answer(stack.small, MESSAGES)
         assert stack.metric("worker_restarts_total", target="small-0") == 1
         assert stack.metric("prefix_lookup_stale_total", tier="small") == 0

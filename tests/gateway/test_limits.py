@@ -1,3 +1,5 @@
+"""Concurrency gates, tenant shares and deadlines."""
+
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +15,7 @@ from workers.api.errors import DeadlineExceeded, Overloaded
 
 
 @asynccontextmanager
-async def place(gate: Gate, within_s: float = 5.0) -> AsyncIterator[None]:
+async def slot(gate: Gate, within_s: float = 5.0) -> AsyncIterator[None]:
     await gate.enter(Deadline.after(within_s))
     try:
         yield
@@ -22,11 +24,11 @@ async def place(gate: Gate, within_s: float = 5.0) -> AsyncIterator[None]:
 
 
 async def hold(gate: Gate, release: asyncio.Event, within_s: float = 5.0) -> None:
-    async with place(gate, within_s):
+    async with slot(gate, within_s):
         await release.wait()
 
 
-async def test_so_many_run_so_many_wait_the_rest_is_told_to_come_again() -> None:
+async def test_a_full_gate_rejects_with_a_retry_time() -> None:
     gate = Gate("large", max_running=1, max_waiting=1)
     release = asyncio.Event()
     tasks = [asyncio.create_task(hold(gate, release)) for _ in range(2)]
@@ -40,7 +42,7 @@ async def test_so_many_run_so_many_wait_the_rest_is_told_to_come_again() -> None
     assert (gate.num_running, gate.num_waiting) == (0, 0)
 
 
-async def test_nobody_waits_longer_than_its_deadline() -> None:
+async def test_a_waiter_is_rejected_at_its_deadline() -> None:
     gate = Gate("large", max_running=1, max_waiting=5)
     release = asyncio.Event()
     task = asyncio.create_task(hold(gate, release))
@@ -49,21 +51,21 @@ async def test_nobody_waits_longer_than_its_deadline() -> None:
         await hold(gate, release, within_s=0.02)
     release.set()
     await task
-    async with place(gate):
-        pass  # the one that gave up left no trace
+    async with slot(gate):
+        pass  # the rejected waiter left the queue
 
 
-async def test_a_place_is_given_back_on_cancellation() -> None:
+async def test_cancellation_frees_the_slot() -> None:
     gate = Gate("large", max_running=1, max_waiting=0)
     task = asyncio.create_task(hold(gate, asyncio.Event()))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait({task})
-    async with place(gate):
+    async with slot(gate):
         pass
 
 
-def test_a_tenant_over_its_share_is_told_429() -> None:
+def test_a_tenant_over_its_share_is_rate_limited() -> None:
     shares = TenantShares(1)
     with shares.one("a"):
         with shares.one("b"):
@@ -74,7 +76,7 @@ def test_a_tenant_over_its_share_is_told_429() -> None:
         pass
 
 
-async def test_a_deadline_cancels_what_it_bounds() -> None:
+async def test_a_deadline_cancels_the_bounded_call() -> None:
     cancelled = asyncio.Event()
 
     async def forever() -> None:
@@ -89,7 +91,7 @@ async def test_a_deadline_cancels_what_it_bounds() -> None:
     assert cancelled.is_set()
 
 
-def test_shares_of_a_deadline() -> None:
+def test_a_deadline_can_be_divided() -> None:
     now = 10.0
     deadline = Deadline(20.0, lambda: now)
     assert deadline.share(0.25).at == 12.5

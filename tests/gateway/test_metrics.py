@@ -1,4 +1,4 @@
-"""What is exported, and that no label takes a client's words."""
+"""The exported metrics, whose labels never contain text from clients."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ registry_ops_total client_disconnects_total overhead_seconds
 """.split()
 
 
-async def scraped(stack: Stack) -> str:
+async def scrape(stack: Stack) -> str:
     reply = await stack.http.get("/metrics")
     assert reply.status_code == 200
     return reply.text
 
 
-async def test_the_names_are_those_of_the_conventions(stack: Stack) -> None:
-    families = {family.name for family in text_string_to_metric_families(await scraped(stack))}
+async def test_all_expected_metrics_are_exported(stack: Stack) -> None:
+    families = {family.name for family in text_string_to_metric_families(await scrape(stack))}
     assert {f"kvrelay_{name.removesuffix('_total')}" for name in EXPORTED} <= families
     assert all(name.startswith("kvrelay_") for name in families)
 
 
-async def test_what_a_worker_counts_is_not_counted_twice(stack: Stack) -> None:
+async def test_worker_metrics_are_not_exported_by_the_gateway(stack: Stack) -> None:
     await stack.escalate()
-    exported = await scraped(stack)
+    exported = await scrape(stack)
     assert "kvrelay_handoffs_total" in exported
     assert "kvrelay_kv_transfer" not in exported and "kvrelay_prefix_cache" not in exported
 
@@ -50,8 +50,8 @@ async def test_a_handoff_is_measured(stack: Stack) -> None:
     assert stack.metric("requests_total", model="auto", status="200") == 1
 
 
-async def test_the_time_between_tokens_is_measured_as_they_come() -> None:
-    """Of streams: what is told in one piece may have come in few."""
+async def test_inter_token_latency_is_measured_for_streams() -> None:
+    """A whole answer may arrive in few chunks, so it is not measured."""
     async with live_stack() as stack:
         stack.large.answer, stack.large.token_s = "one two three", 0.05
         await stack.chat(model="large")
@@ -70,22 +70,22 @@ async def test_decisions_are_counted_by_policy(stack: Stack) -> None:
     assert stack.metric("cascade_decisions_total", policy="named", decision="answer", reason="named") == 1
 
 
-async def test_labels_never_take_what_a_client_wrote(stack: Stack) -> None:
+async def test_labels_never_contain_client_text(stack: Stack) -> None:
     for number in range(20):
         await stack.chat(model=f"canary-{number}")
         await stack.http.get(f"/canary-{number}", headers={"x-request-id": f"canary-{number}"})
     await stack.chat([{"role": "user", "content": "canary-prompt"}], user="canary-user")
-    assert "canary" not in await scraped(stack)
+    assert "canary" not in await scrape(stack)
     assert stack.metric("requests_total", model="other", status="404") == 20
 
 
-async def test_health_is_not_counted(stack: Stack) -> None:
+async def test_health_checks_are_not_counted(stack: Stack) -> None:
     await stack.http.get("/livez")
-    assert "livez" not in await scraped(stack)
+    assert "livez" not in await scrape(stack)
     assert stack.metric("requests_total", model="none", status="200") == 0
 
 
-async def test_overhead_leaves_the_workers_time_out(stack: Stack) -> None:
+async def test_overhead_excludes_worker_time(stack: Stack) -> None:
     stack.large.delay("chat", 0.5)
     stack.large.token_s = 0.05
     reply = await stack.chat(MESSAGES, model="large")
@@ -93,9 +93,9 @@ async def test_overhead_leaves_the_workers_time_out(stack: Stack) -> None:
     assert stack.metric("overhead_seconds_sum") < 0.3
 
 
-async def test_the_rate_of_mapping_is_that_of_what_was_mapped(stack: Stack) -> None:
-    """What stood mapped already took no time."""
+async def test_the_map_rate_excludes_reused_tokens(stack: Stack) -> None:
+    """Reused tokens take no time."""
     large = stack.app.state.gateway.parts.fleet.tiers["large"].workers["large-0"]
     stack.large.reused_tokens = 300
     handed_over = report(await stack.escalate())["handoff_tokens"]
-    assert large.map_tokens_per_s == pytest.approx((handed_over - 300) / 3.0 * 1000)  # the fake tells 3 ms
+    assert large.map_tokens_per_s == pytest.approx((handed_over - 300) / 3.0 * 1000)  # the fake reports 3 ms

@@ -26,11 +26,11 @@ async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
 
 
 def kvrelay_field(reply: Any) -> dict[str, Any]:
-    """Return the field that the client's own types do not know."""
+    """Return the `kvrelay` field, which the client's types lack."""
     return dict(reply.kvrelay)
 
 
-async def test_a_completion(client: AsyncOpenAI, stack: Stack) -> None:
+async def test_a_chat_completion(client: AsyncOpenAI, stack: Stack) -> None:
     reply = await client.chat.completions.create(model="auto", messages=MESSAGES, logprobs=True)
     choice = reply.choices[0]
     assert choice.message.content == right_answer(stack.small, MESSAGES)
@@ -43,7 +43,7 @@ async def test_a_completion(client: AsyncOpenAI, stack: Stack) -> None:
     assert kvrelay_field(reply)["tier"] == "small"
 
 
-async def test_a_stream(client: AsyncOpenAI, stack: Stack) -> None:
+async def test_a_streamed_chat_completion(client: AsyncOpenAI, stack: Stack) -> None:
     stack.small.logprob = -2.0
     stream = await client.chat.completions.create(
         model="auto", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -56,7 +56,7 @@ async def test_a_stream(client: AsyncOpenAI, stack: Stack) -> None:
     assert kvrelay_field(chunks[-1])["path"] == "mapped"
 
 
-async def test_the_extra_field(client: AsyncOpenAI) -> None:
+async def test_the_kvrelay_field_is_accepted(client: AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         model="auto", messages=MESSAGES, extra_body={"kvrelay": {"policy": "always_escalate"}}
     )
@@ -64,7 +64,7 @@ async def test_the_extra_field(client: AsyncOpenAI) -> None:
     assert kvrelay_field(raw.parse())["forced"] is True
 
 
-async def test_its_own_message_comes_back_as_the_turn_after(client: AsyncOpenAI, stack: Stack) -> None:
+async def test_a_returned_message_can_be_sent_in_a_follow_up(client: AsyncOpenAI, stack: Stack) -> None:
     extra = {"kvrelay": {"policy": "always_escalate"}}
     first = await client.chat.completions.create(model="auto", messages=MESSAGES, extra_body=extra)
     following = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "And then?"}]
@@ -73,7 +73,7 @@ async def test_its_own_message_comes_back_as_the_turn_after(client: AsyncOpenAI,
     assert len(stack.large.requests("transfer")) == 1, "the cache of the first answer was found"
 
 
-async def test_models(client: AsyncOpenAI) -> None:
+async def test_models_are_listed_and_retrieved(client: AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["auto", "small", "fake-small", "large", "fake-large"]
     assert (await client.models.retrieve("large")).id == "large"
     with pytest.raises(openai.NotFoundError):
@@ -88,7 +88,7 @@ async def test_models(client: AsyncOpenAI) -> None:
         ({"temperature": 9}, openai.BadRequestError),
     ],
 )
-async def test_errors_are_its_own_classes(
+async def test_errors_have_the_clients_classes(
     client: AsyncOpenAI, fields: dict[str, Any], error: type[openai.APIError]
 ) -> None:
     with pytest.raises(error) as raised:
@@ -100,19 +100,19 @@ async def test_errors_are_its_own_classes(
 
 async def test_an_overloaded_tier_is_retried_by_the_client(client: AsyncOpenAI, stack: Stack) -> None:
     stack.large.fail("chat", Overloaded("full", retry_after_s=1), times=1)
-    patient = client.with_options(max_retries=1)
-    reply = await patient.chat.completions.create(model="large", messages=MESSAGES)
+    retrying = client.with_options(max_retries=1)
+    reply = await retrying.chat.completions.create(model="large", messages=MESSAGES)
     assert reply.choices[0].message.content == right_answer(stack.large, MESSAGES)
 
 
-async def test_what_no_retry_mends_is_not_retried(client: AsyncOpenAI, stack: Stack) -> None:
+async def test_an_invalid_request_is_not_retried(client: AsyncOpenAI, stack: Stack) -> None:
     stack.large.fail("chat", InvalidRequest("bad"))
     with pytest.raises(openai.BadRequestError):
         await client.with_options(max_retries=2).chat.completions.create(model="large", messages=MESSAGES)
     assert len(stack.large.requests("chat")) == 1
 
 
-async def test_a_stream_that_breaks_raises(client: AsyncOpenAI, stack: Stack) -> None:
+async def test_a_broken_stream_raises(client: AsyncOpenAI, stack: Stack) -> None:
     stack.large.cut_after = 3
     with pytest.raises(openai.APIError):
         async for _ in await client.chat.completions.create(model="large", messages=MESSAGES, stream=True):

@@ -1,4 +1,4 @@
-"""The official OpenAI client for JavaScript, against a real server: `js/acceptance.test.js` in one run of node."""
+"""The official OpenAI client for JavaScript, against a real server. Runs `js/acceptance.test.js` with node."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ TIERS = [{"name": name, "model": f"fake-{name}"} for name in ("small", "broken",
 RUN_S = 60
 
 
-async def test_the_acceptance_suite(require_tool: Callable[[str], str]) -> None:
+async def test_the_javascript_acceptance_suite_passes(require_tool: Callable[[str], str]) -> None:
     broken = FakeWorker("broken-0", "fake-broken", cut_after=3)
     slow = FakeWorker("slow-0", "fake-slow", token_s=0.3)
     node = require_tool("node")
     async with live_stack(broken, slow, tiers=TIERS, tenants=TENANTS) as stack:
         stack.large.fail("complete", Overloaded("full", retry_after_s=3))
         answers = {worker.name[:5]: right_answer(worker, MESSAGES) for worker in (stack.small, stack.large)}
-        told = {"url": stack.url, "keys": KEYS, "messages": MESSAGES, "answers": answers}
+        parameters = {"url": stack.url, "keys": KEYS, "messages": MESSAGES, "answers": answers}
         process = await asyncio.create_subprocess_exec(
             node,
             "--test",
             "--test-reporter=tap",
             SUITE / "acceptance.test.js",
-            env=os.environ | {"KVRELAY_ACCEPTANCE": json.dumps(told)},
+            env=os.environ | {"KVRELAY_ACCEPTANCE": json.dumps(parameters)},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

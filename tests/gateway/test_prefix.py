@@ -1,3 +1,5 @@
+"""Hash chains over messages, the stable prefix, and the messages sent to workers."""
+
 from __future__ import annotations
 
 import hmac
@@ -31,18 +33,18 @@ def test_a_longer_conversation_extends_the_chain_of_the_shorter() -> None:
     assert hashes(*CONVERSATION)[:3] == hashes(*CONVERSATION[:2])
 
 
-def test_a_link_is_an_hmac_under_the_tenants_salt_of_what_came_before_and_the_message() -> None:
+def test_a_link_is_an_hmac_of_the_previous_link_and_the_message() -> None:
     first, second = hashes(*CONVERSATION[:1])
     content = bytes.fromhex(first) + b'|{"content":"You help.","role":"system"}'
     assert second == hmac.digest(bytes.fromhex(SALT), content, "sha256").hex()
 
 
-def test_extending_is_the_same_as_hashing_the_whole() -> None:
+def test_extending_a_chain_equals_hashing_the_whole() -> None:
     chain = Chain.over(messages(*CONVERSATION[:3]), model="m", tools=None, salt=SALT)
     assert chain.extended(CONVERSATION[3]).hashes == hashes(*CONVERSATION)
 
 
-def test_longest_first_and_never_the_empty_beginning() -> None:
+def test_longest_first_excludes_the_empty_prefix() -> None:
     chain = Chain.over(messages(*CONVERSATION), model="m", tools=None, salt=SALT)
     assert chain.longest_first() == list(reversed(chain.hashes[1:]))
     assert chain.longest_first(2) == [chain.hashes[4], chain.hashes[3]]
@@ -57,18 +59,18 @@ def test_longest_first_and_never_the_empty_beginning() -> None:
     ],
     ids=["model", "tenant", "tools"],
 )
-def test_everything_that_changes_the_tokens_or_the_owner_changes_every_hash(other: dict[str, Any]) -> None:
+def test_model_tenant_and_tools_change_every_hash(other: dict[str, Any]) -> None:
     assert not set(hashes(*CONVERSATION)) & set(hashes(*CONVERSATION, **other))
 
 
-def test_a_change_in_the_middle_changes_all_that_follows() -> None:
+def test_a_changed_message_changes_all_later_hashes() -> None:
     changed = [*CONVERSATION[:1], {"role": "user", "content": "Ho"}, *CONVERSATION[2:]]
     one, other = hashes(*CONVERSATION), hashes(*changed)
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
 
 
-def test_messages_do_not_run_into_each_other() -> None:
+def test_message_boundaries_change_the_hash() -> None:
     assert hashes({"role": "user", "content": "ab"})[-1] != hashes(
         {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
     )[-1]
@@ -85,7 +87,7 @@ def test_messages_do_not_run_into_each_other() -> None:
     ],
     ids=["order", "nulls", "part", "parts", "mark"],
 )
-def test_clients_write_the_same_message_in_many_ways(echo: dict[str, Any]) -> None:
+def test_equivalent_messages_have_the_same_hash(echo: dict[str, Any]) -> None:
     assert hashes(echo) == hashes({"role": "assistant", "content": "Hello"})
 
 
@@ -115,11 +117,11 @@ def test_different_conversations_have_different_hashes(left: list[str], right: l
         ),
     ],
 )
-def test_the_stable_part(bodies: list[dict[str, Any]], stable: int) -> None:
+def test_num_stable_counts_the_stable_messages(bodies: list[dict[str, Any]], stable: int) -> None:
     assert num_stable(messages(*bodies)) == stable
 
 
-def test_workers_get_plain_messages() -> None:
+def test_plain_removes_marks_and_joins_parts() -> None:
     marked = {"type": "text", "text": "doc", "cache_control": {"type": "ephemeral"}}
     (message,) = messages({"role": "user", "name": "ann", "content": [marked], "cache_control": {"type": "x"}})
     assert plain(message).model_dump(exclude_none=True) == {"role": "user", "name": "ann", "content": "doc"}

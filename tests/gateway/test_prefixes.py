@@ -1,4 +1,4 @@
-"""What a gateway makes of the prefixes that it finds filed."""
+"""Registered prefixes that a gateway cannot use."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from gateway.upstream.tier import Tier
 from tests.gateway.stack import MESSAGES, Stack, report
 
 
-def has_restarted(tier: Tier) -> Callable[[], None]:
+def set_later_epoch(tier: Tier) -> Callable[[], None]:
     worker = tier.workers["small-0"]
-    filed = worker.epoch
-    worker.epoch = "a later one"
-    return lambda: setattr(worker, "epoch", filed)
+    epoch = worker.epoch
+    worker.epoch = "later"
+    return lambda: setattr(worker, "epoch", epoch)
 
 
-def is_unknown(tier: Tier) -> Callable[[], None]:
+def remove_worker(tier: Tier) -> Callable[[], None]:
     worker = tier.workers.pop("small-0")
     return lambda: tier.workers.update({"small-0": worker})
 
 
-@pytest.mark.parametrize("as_seen", [has_restarted, is_unknown])
-async def test_what_is_of_no_use_here_stays_for_other_gateways(
-    stack: Stack, as_seen: Callable[[Tier], Callable[[], None]]
+@pytest.mark.parametrize("change_view", [set_later_epoch, remove_worker])
+async def test_unusable_prefixes_are_kept_for_other_gateways(
+    stack: Stack, change_view: Callable[[Tier], Callable[[], None]]
 ) -> None:
-    """They may know of a worker, or of its restart, sooner."""
+    """Another gateway may learn of a worker, or of its restart, earlier."""
 
     async def prefix_hit() -> Any:
         reply = await stack.http.post("/v1/cascade/explain", json={"model": "auto", "messages": MESSAGES})
         return reply.json()["prefix"]["small"]
 
     await stack.chat()
-    seen_rightly = as_seen(stack.app.state.gateway.parts.fleet.tiers["small"])
+    restore_view = change_view(stack.app.state.gateway.parts.fleet.tiers["small"])
     assert await prefix_hit() is None
     assert stack.metric("registry_ops_total", op="forget", result="ok") == 0
-    seen_rightly()
+    restore_view()
     assert await prefix_hit() is not None
     assert report(await stack.chat())["path"] == "exact"

@@ -1,4 +1,4 @@
-"""JSON mode: passed on to models whose engine has it, refused of others."""
+"""JSON mode: forwarded to models that support it, refused for others."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ import pytest
 from tests.gateway.stack import Stack, in_process, report
 from workers.api.errors import WorkerUnavailable
 
-JSON = {"type": "json_object"}
-FOLLOWING: dict[str, Any] = {
+JSON_OBJECT = {"type": "json_object"}
+JSON_SCHEMA: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {"name": "answer", "strict": True, "schema": {"enum": ["yes", "no", None], "default": None}},
 }
-BOTH = ("text", "json_object", "json_schema")
+ALL_FORMATS = ("text", "json_object", "json_schema")
 
 
-async def having(stack: Stack, *, small: tuple[str, ...] = ("text",), large: tuple[str, ...] = ("text",)) -> None:
+async def set_formats(stack: Stack, *, small: tuple[str, ...] = ("text",), large: tuple[str, ...] = ("text",)) -> None:
     stack.small.response_formats, stack.large.response_formats = small, large
     await stack.check_health()
 
 
-def given(stack: Stack) -> list[Any]:
-    """The forms that workers were asked for."""
-    made = [worker.requests(call) for worker in (stack.small, stack.large) for call in ("chat", "cached_chat")]
-    return [body.get("response_format") for bodies in made for body in bodies]
+def requested_formats(stack: Stack) -> list[Any]:
+    """Return the formats in the requests that workers received."""
+    requests = [worker.requests(call) for worker in (stack.small, stack.large) for call in ("chat", "cached_chat")]
+    return [body.get("response_format") for bodies in requests for body in bodies]
 
 
-@pytest.mark.parametrize("form", [JSON, FOLLOWING], ids=lambda form: form["type"])
+@pytest.mark.parametrize("wanted", [JSON_OBJECT, JSON_SCHEMA], ids=lambda wanted: wanted["type"])
 @pytest.mark.parametrize("escalates", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_it_is_passed_on_whole(stack: Stack, form: dict[str, Any], escalates: bool, stream: bool) -> None:
-    """To every model that answers, nulls in the schema included."""
-    await having(stack, small=BOTH, large=BOTH)
+async def test_the_format_is_forwarded_unchanged(
+    stack: Stack, wanted: dict[str, Any], escalates: bool, stream: bool
+) -> None:
+    """Every answering model receives it, nulls in the schema included."""
+    await set_formats(stack, small=ALL_FORMATS, large=ALL_FORMATS)
     stack.small.logprob = -9.0 if escalates else -0.1
-    assert (await stack.chat(response_format=form, stream=stream)).status_code == 200
-    forms = given(stack)
-    assert len(forms) == 1 + escalates
-    assert all(one["type"] == form["type"] for one in forms)
-    if form is FOLLOWING:
-        assert all(one["json_schema"]["schema"] == FOLLOWING["json_schema"]["schema"] for one in forms)
+    assert (await stack.chat(response_format=wanted, stream=stream)).status_code == 200
+    formats = requested_formats(stack)
+    assert len(formats) == 1 + escalates
+    assert all(one["type"] == wanted["type"] for one in formats)
+    if wanted is JSON_SCHEMA:
+        assert all(one["json_schema"]["schema"] == JSON_SCHEMA["json_schema"]["schema"] for one in formats)
 
 
-async def test_auto_chooses_among_those_that_have_it(stack: Stack) -> None:
-    await having(stack, large=BOTH)
-    assert report(await stack.chat(response_format=JSON))["tier"] == "large"
-    assert given(stack) == [JSON | {"json_schema": None}]
+async def test_auto_chooses_a_model_that_supports_the_format(stack: Stack) -> None:
+    await set_formats(stack, large=ALL_FORMATS)
+    assert report(await stack.chat(response_format=JSON_OBJECT))["tier"] == "large"
+    assert requested_formats(stack) == [JSON_OBJECT | {"json_schema": None}]
     assert report(await stack.chat(response_format={"type": "text"}))["tier"] == "small"
 
 
@@ -57,41 +59,41 @@ async def test_auto_chooses_among_those_that_have_it(stack: Stack) -> None:
         ({"model": "auto", "kvrelay": {"max_tier": "small"}}, "is not supported by 'fake-small'"),
     ],
 )
-async def test_another_is_named_with_what_it_has(stack: Stack, fields: dict[str, Any], message: str) -> None:
-    await having(stack, large=BOTH)
-    refused = await stack.chat(response_format=JSON, **fields)
+async def test_a_refusal_lists_the_formats_of_the_model(stack: Stack, fields: dict[str, Any], message: str) -> None:
+    await set_formats(stack, large=ALL_FORMATS)
+    refused = await stack.chat(response_format=JSON_OBJECT, **fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.type")
     assert message in refused.json()["error"]["message"]
-    assert not given(stack)
+    assert not requested_formats(stack)
 
 
-async def test_where_none_has_it_all_are_named(stack: Stack) -> None:
-    refused = await stack.chat(response_format=JSON)
+async def test_a_refusal_lists_all_models_if_none_supports_the_format(stack: Stack) -> None:
+    refused = await stack.chat(response_format=JSON_OBJECT)
     assert refused.status_code == 400
     assert "'fake-small' or 'fake-large'; supported: text" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("form", "param"),
+    ("wanted", "param"),
     [
         ({"type": "xml"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format"),
-        (JSON | {"json_schema": FOLLOWING["json_schema"]}, "response_format"),
+        (JSON_OBJECT | {"json_schema": JSON_SCHEMA["json_schema"]}, "response_format"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema"),
         ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "response_format.json_schema.name"),
     ],
 )
-async def test_a_form_that_is_none_is_refused(form: dict[str, Any], param: str) -> None:
+async def test_a_malformed_format_is_refused(wanted: dict[str, Any], param: str) -> None:
     async with in_process() as stack:
-        await having(stack, small=BOTH, large=BOTH)
-        refused = await stack.chat(response_format=form)
+        await set_formats(stack, small=ALL_FORMATS, large=ALL_FORMATS)
+        refused = await stack.chat(response_format=wanted)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-async def test_what_no_worker_was_there_to_tell_is_no_refusal() -> None:
-    """A client that is told 400 does not come again."""
+async def test_unknown_support_is_not_a_refusal() -> None:
+    """Clients do not retry after status 400."""
     async with in_process() as stack:
         for worker in stack.app.state.gateway.parts.fleet.workers:
             worker.info = None
         stack.small.fail("chat", WorkerUnavailable("gone"))
-        assert (await stack.chat(model="small", response_format=JSON)).status_code == 502
+        assert (await stack.chat(model="small", response_format=JSON_OBJECT)).status_code == 502

@@ -1,4 +1,4 @@
-"""`next_step` alone: what follows from the attempts so far. Nothing is called, and the turn is not changed."""
+"""`next_step` alone: the next step after given attempts, without calls to workers."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ GONE, REFUSED = WorkerUnavailable("gone"), TransferFailed("refused")
 
 
 class Stream:
-    """An answer that has begun."""
+    """A stub of an open answer stream."""
 
     completion = Completion()
     first_at = 0.0
 
 
 class Script:
-    """A turn, whose attempts end as the test wants."""
+    """A turn whose attempts have the outcomes that a test sets."""
 
     def __init__(self, stack: Stack, turn: Turn):
         self.turn = turn
@@ -60,11 +60,11 @@ class Script:
     def next(self) -> Step | Fail:
         before = copy.copy(self.turn.attempts)
         step = next_step(self.turn)
-        assert self.turn.attempts == before, "deciding changes nothing"
+        assert self.turn.attempts == before, "next_step changed the attempts"
         return step
 
     def take(self, **outcome: Any) -> Script:
-        """Take the next step, which ends so."""
+        """Take the next step with this outcome, by default success."""
         step = self.next
         assert not isinstance(step, Fail), step.error
         attempt = self.turn.begin(step)
@@ -77,7 +77,7 @@ class Script:
             setattr(attempt, name, value)
         return self
 
-    def rejected(self) -> Script:
+    def reject(self) -> Script:
         return self.take(verdict=Verdict(accept=False, reason="unsure"))
 
 
@@ -116,10 +116,10 @@ async def test_an_accepted_answer_is_delivered(stack: Stack) -> None:
     assert isinstance(done.next, Deliver) and done.turn.path == "prefill"
 
 
-async def test_a_rejected_answer_is_handed_over(stack: Stack) -> None:
-    turn = (await script(stack)).take().take().rejected()
-    taken = [describe(turn.next), *(describe(turn.take().next) for _ in range(3))]
-    assert taken == ["large escalate", "large transfer", "large fast", "large deliver"]
+async def test_a_rejected_answer_escalates_by_handoff(stack: Stack) -> None:
+    turn = (await script(stack)).take().take().reject()
+    steps = [describe(turn.next), *(describe(turn.take().next) for _ in range(3))]
+    assert steps == ["large escalate", "large transfer", "large fast", "large deliver"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_a_failed_fast_path_is_replaced_by_a_full_prefill(
     if attempt in ("judge", "transfer", "handed_over"):
         turn.take()
     if attempt in ("transfer", "handed_over"):
-        turn.rejected().take()
+        turn.reject().take()
     if attempt == "handed_over":
         turn.take()
     assert describe(turn.take(error=error).next) == step
@@ -152,7 +152,7 @@ async def test_a_failed_fast_path_is_replaced_by_a_full_prefill(
     assert turn.turn.path == path
 
 
-async def test_a_failed_full_prefill_leaves_it_to_the_small_model(stack: Stack) -> None:
+async def test_the_small_model_is_the_last_resort_after_a_failed_full_prefill(stack: Stack) -> None:
     turn = (await script(stack, kvrelay={"policy": "always_escalate"})).take().take().take(error=REFUSED)
     large = stack.app.state.gateway.parts.fleet.worker("large-0")
     turn.take(error=GONE, worker=large)
@@ -160,11 +160,11 @@ async def test_a_failed_full_prefill_leaves_it_to_the_small_model(stack: Stack) 
     assert isinstance(again, Answer) and again.avoid == ("large-0",)
     last = turn.take(error=NoUsableWorker("none left")).next
     assert isinstance(last, Answer) and last.purpose == "last_resort" and last.tier.name == "small"
-    assert last.fallback == Fallback("worker_unavailable", "large"), "the worker's error, not that none is left"
+    assert last.fallback == Fallback("worker_unavailable", "large"), "the worker's error, not the lack of workers"
     assert describe(turn.take(error=GONE).next) == "fail worker_unavailable"
 
 
-async def test_a_model_by_name_is_not_replaced(stack: Stack) -> None:
+async def test_a_named_model_is_not_replaced(stack: Stack) -> None:
     turn = await script(stack, model="large")
     assert describe(turn.next) == "large full_prefill"
     assert describe(turn.take(error=DeadlineExceeded("late")).next) == "fail deadline_exceeded"
