@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace, source: ConfigSource) -> int:
         app = create_app(settings, read_secret(settings.secret_file), source=source)
         tracing.start(settings.tracing, "kvrelay-gateway")
         listener = server.bind(settings)
-    except (SettingsError, ParentWatchError, tracing.CannotTrace) as error:
+    except (SettingsError, ParentWatchError, tracing.TracingUnavailable) as error:
         sys.stderr.write(f"gateway: {error}\n")
         return 2
     configure_logs(sys.stderr.buffer)

@@ -38,7 +38,7 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
     configure_logs(sys.stderr.buffer)
     try:
         tracing.start(settings.tracing, f"kvrelay-worker-{settings.id}")
-    except tracing.CannotTrace as error:
+    except tracing.TracingUnavailable as error:
         raise SettingsError(str(error)) from error
     listener = _listen(settings)
     try:

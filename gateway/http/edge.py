@@ -75,7 +75,7 @@ def _traced(snapshot: Snapshot, scope: Scope) -> Iterator[None]:
     state = scope["state"]
     with snapshot, tracing.span("request", incoming=Headers(scope=scope)):
         yield
-        tracing.tell(
+        tracing.set_attributes(
             {
                 tracing.REQUEST_MODEL: state.get("model_label"),
                 tracing.RESPONSE_MODEL: state.get("model"),

@@ -204,7 +204,7 @@ class Worker:
         completion = Completion() if request.is_chat else TextCompletion()
         stream = AnswerStream(self, chunks, slot, deadline, completion)
         try:
-            with stream.span.entered():
+            with stream.span.active():
                 while stream.first_at is None and not stream.has_ended:  # an answer may be empty
                     await stream.pull(first_deadline)
         except BaseException as error:

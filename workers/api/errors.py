@@ -1,28 +1,28 @@
-"""What can go wrong between a worker and its callers.
+"""The errors between a worker and its callers.
 
     KvrelayError
-    ├── InvalidRequest        400  a value that no retry mends
+    ├── InvalidRequest        400  the request itself is wrong; a retry does not help
     │   ├── ContextLengthExceeded 400
     │   ├── ModelNotFound     404  the worker runs another model
     │   ├── RequestTooLarge   413
-    │   └── RequestTooSlow    408  its body did not arrive in time
+    │   └── RequestTooSlow    408  the body did not arrive in time
     ├── Unauthorized          401  the cluster secret is missing or wrong
-    ├── CacheUnusable         409  the cache exists no more, or may not serve this request
-    │   ├── CacheNotFound     404  never known here, expired, or evicted
-    │   ├── CacheStale        409  the worker restarted, or its blocks were written since
-    │   └── CacheMismatch     409  another tenant, model, layout, tokens or provenance
+    ├── CacheUnusable         409  the cache no longer exists, or may not serve this request
+    │   ├── CacheNotFound     404  unknown, expired or evicted
+    │   ├── CacheStale        409  the worker restarted, or the blocks were overwritten
+    │   └── CacheMismatch     409  another tenant, model, layout, token sequence or provenance
     ├── BundleUnusable        409  no mapper for this pair, or one below the gate
-    ├── HandoffDeclined       409  a handoff was asked for by cost, and nothing failed: read natively
-    │   ├── PrefillCheaper    409  which costs no more
-    │   └── NoTime            409  for the handoff is predicted to end too late
+    ├── HandoffDeclined       409  declined by cost; not a failure
+    │   ├── PrefillCheaper    409  a full prefill takes no longer
+    │   └── NoTime            409  the handoff is predicted to miss its deadline
     ├── Overloaded            503  a queue is full; carries `retry_after_s`
-    │   └── PoolFull          503  every block of the pool is in use by requests or leases
+    │   └── PoolFull          503  every block of the pool is used by requests or leases
     ├── DeadlineExceeded      504
     ├── TransferFailed        502  the source could not be read
-    │   └── TransferCorrupted 502  what arrived is not what was sent
-    └── WorkerUnavailable     503  no answer, or not an answer of this contract
+    │   └── TransferCorrupted 502  the data that arrived is not what was sent
+    └── WorkerUnavailable     503  no answer, or not one of this API
 
-The same class is raised by the worker and, from its reply, by `WorkerClient`.
+The worker raises these classes, and `WorkerClient` raises the same class again from the reply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_RETRY_AFTER_S = 3600.0
 
 
 class KvrelayError(Exception):
-    """Base of the tree. `param` names the offending field, `code` is the stable machine-readable name."""
+    """Base of the tree. `param` names the offending field; `code` is the stable, machine-readable name."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
@@ -131,13 +131,13 @@ class WorkerUnavailable(KvrelayError):
 
 
 def _tree(base: type[KvrelayError]) -> list[type[KvrelayError]]:
-    """The classes of this module: what callers derive from them for themselves is no word of a worker's."""
+    """The classes of this module, without subclasses defined elsewhere, which no worker sends."""
     children = [child for child in base.__subclasses__() if child.__module__ == __name__]
     return [base, *(leaf for child in children for leaf in _tree(child))]
 
 
 def from_reply(status: int, body: Any, retry_after: str | None = None) -> KvrelayError:
-    """The error that a worker's reply stands for: by its `code`; a reply without one is `WorkerUnavailable`."""
+    """Return the error of a worker's reply, by its `code`; `WorkerUnavailable` for a reply without an error object."""
     detail = body.get("error") if isinstance(body, dict) else None
     if not isinstance(detail, dict):
         return WorkerUnavailable(f"worker answered {status} without an error object")
@@ -151,7 +151,7 @@ def from_reply(status: int, body: Any, retry_after: str | None = None) -> Kvrela
 
 
 def _seconds(retry_after: str) -> float | None:
-    """None for what is no time that anybody would wait."""
+    """Parse a `Retry-After` header; None if malformed or too long."""
     try:
         seconds = float(retry_after)
     except ValueError:

@@ -1,8 +1,8 @@
 """The messages between gateway and workers, and between two workers.
 
-Requests refuse unknown fields by name; replies ignore them, so that a newer worker can talk to an older gateway.
-Digests and fingerprints are SHA-256 in lower-case hex, times in milliseconds (`_ms`) or seconds (`_s`), instants are
-Unix seconds (`_at`).
+Requests reject unknown fields by name; replies ignore them, so that a newer worker can talk to an older gateway.
+Digests and fingerprints are SHA-256 in lower-case hex. Durations are in milliseconds (`_ms`) or seconds (`_s`), times
+of day in Unix seconds (`_at`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TenantSalt = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
 Count = Annotated[int, Field(ge=0)]
 Provenance = str  # "exact", or "mapped:<bundle id>"
-MAPPED = "mapped:"  # how the provenance of a bundle's caches begins
+MAPPED = "mapped:"  # prefix of the provenance of mapped caches
 FormatType = Literal["text", "json_object", "json_schema"]
 Path = Literal["exact", "mapped", "hybrid", "prefill"]
 
 DEFAULT_NATIVE_HEAD = 4
 DEFAULT_NATIVE_TAIL = 64
 DEFAULT_TTL_S = 300.0
-ESCALATION_PRIORITY = 10  # before all other work: somebody has waited for one answer already
+ESCALATION_PRIORITY = 10  # ahead of all other work: the client has already waited for one answer
 SECRET_HEADER = "x-kvrelay-secret"
 
 
@@ -58,7 +58,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One OpenAI chat message. Content parts other than text are refused."""
+    """One OpenAI chat message. Only text content is accepted."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -74,15 +74,15 @@ class Message(BaseModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, without nulls."""
+        """The message as plain JSON, without nulls."""
         if isinstance(self.content, str) and self.tool_calls is None and not self.model_extra:
             return {"role": self.role, "content": self.content}
         return self.model_dump(exclude_none=True)
 
 
 class Prompt(Request):
-    """What is to be read, in exactly one of three forms. `stable_messages` marks how many of the first messages are
-    the prefix that later requests share; the worker finds the token boundary."""
+    """What to prefill, in exactly one of three forms. The first `stable_messages` messages are the prefix that later
+    requests share; the worker finds the token boundary."""
 
     prefix: str | None = None
     messages: list[Message] | None = None
@@ -98,9 +98,9 @@ class Prompt(Request):
         if not getattr(self, given[0]):
             raise ValueError(f"{given[0]} is empty")
         if self.messages is None and (self.tools is not None or self.stable_messages is not None):
-            raise ValueError("tools and stable_messages go with messages")
+            raise ValueError("tools and stable_messages require messages")
         if self.messages is not None and (self.stable_messages or 0) > len(self.messages):
-            raise ValueError(f"stable_messages is {self.stable_messages}, but there are {len(self.messages)} messages")
+            raise ValueError(f"stable_messages is {self.stable_messages}, but messages has {len(self.messages)}")
         return self
 
 
@@ -112,8 +112,7 @@ class PrefillRequest(Prompt):
 
 
 class CacheReply(Reply):
-    """A cache that stands in the answering worker's pool. `num_tokens` counts all its tokens, `cached_tokens` those
-    that were already there when the call came."""
+    """A cache in the answering worker's pool. `num_tokens` counts all its tokens."""
 
     cache_id: CacheId
     num_tokens: Count
@@ -124,6 +123,8 @@ class CacheReply(Reply):
 
 
 class PrefillReply(CacheReply):
+    """`cached_tokens` were in the pool before the call."""
+
     cached_tokens: Count
     prefill_ms: float
 
@@ -131,13 +132,13 @@ class PrefillReply(CacheReply):
 class TransferRequest(Request):
     """Map a cache of another worker into this one's pool.
 
-    Covered are the first `num_tokens` tokens of the source cache (all of them if absent): the first `native_head` read
-    natively by the target from the ticket's token ids, the rest mapped. The caller leaves out the native tail.
+    Covers the first `num_tokens` tokens of the source cache (default: all). The target prefills the first `native_head`
+    itself, from the ticket's token ids, and maps the rest. The caller leaves out the native tail.
 
-    With `by_cost` the target decides by what it has measured: it may map less than asked (the reply's `num_tokens` says
-    how far; the caller's next request reads a longer tail natively, and its path is `hybrid`), raise `PrefillCheaper`
-    where reading all of it natively is predicted to take no longer than the handoff, and `NoTime` at once where the
-    handoff is predicted to end after `deadline_ms`; neither is a failure. Without, what is asked for is done.
+    With `by_cost` the target decides by its measured rates. It may map fewer tokens; the reply's `num_tokens` says how
+    many, the caller's next request prefills a longer tail, and its path is `hybrid`. It raises `PrefillCheaper` if a
+    full prefill is predicted to take no longer than the handoff, and `NoTime` if the handoff is predicted to end after
+    `deadline_ms`; neither is a failure. Without `by_cost` it does what is asked.
     """
 
     cache_id: CacheId
@@ -157,15 +158,21 @@ TRANSFER_PHASES = ("lease", "check", "open", "head", "copy", "map", "write")
 
 
 class TransferReply(CacheReply):
-    """Where the time of a handoff went: `lease_ms` to the ticket, `check_ms` checking it and deciding, `open_ms`
-    opening the source's pool (about 0 once it is open), `head_ms` the native head, `copy_ms` layers that are the
-    source's own, from its blocks to ours (and before, over a network, all that came), `map_ms` mapping the others,
-    `write_ms` writing them; `total_ms` also counts waiting for compute between them. `bytes` is what the tokens that
-    were mapped take in the source's pool.
+    """A finished handoff, and where its time went.
 
-    `decision` is `map` or `hybrid`, `reason` why. `reused_tokens` stood mapped here already, from a handoff of the same
-    conversation that went less far: neither they nor their `bytes` were read again. `transport` is what the source was
-    read by at last, `scratch_bytes` the memory taken beside the blocks of both pools."""
+    lease_ms: getting the ticket.
+    check_ms: checking it, and deciding.
+    open_ms: opening the source's pool; about 0 once it is open.
+    head_ms: prefilling the native head.
+    copy_ms: copying layers that both models share; over a network, receiving everything.
+    map_ms, write_ms: mapping the other layers, and writing them.
+    total_ms: all of these, and waiting for compute in between.
+    bytes: size of the mapped tokens in the source's pool.
+    decision, reason: `map` or `hybrid`, and why.
+    reused_tokens: tokens mapped by an earlier, shorter handoff of the same conversation, and not transferred again.
+    transport: the transport that was used in the end.
+    scratch_bytes: memory used in addition to the blocks of both pools.
+    """
 
     mapper: str
     map_ms: float
@@ -185,7 +192,7 @@ class TransferReply(CacheReply):
 
     @property
     def phases_ms(self) -> dict[str, float]:
-        """Its parts by name, in the order in which they begin; copying, mapping and writing take turns."""
+        """Times by phase, in order of their start; copying, mapping and writing alternate."""
         return {phase: getattr(self, f"{phase}_ms") for phase in TRANSFER_PHASES}
 
 
@@ -195,7 +202,7 @@ class LeaseRequest(Request):
 
 
 class KVLayout(Reply):
-    """How a pool's block is laid out: C-contiguous `[num_layers, 2 (key, value), block_tokens, num_kv_heads, head_dim]`
+    """The layout of a pool's block: C-contiguous `[num_layers, 2 (key, value), block_tokens, num_kv_heads, head_dim]`
     of `dtype`. Keys are post-RoPE at absolute positions that start at 0."""
 
     num_layers: int
@@ -210,8 +217,8 @@ class KVLayout(Reply):
 
 
 class PoolExport(Reply):
-    """How another process opens the pool: `kind` names the transport (`shm`: a file; `cuda_ipc`: a memory handle;
-    `tcp`: where it is lent over the network)."""
+    """How another process opens the pool. `kind` is the transport; `address` holds a file (`shm`), a memory handle
+    (`cuda_ipc`) or a network address (`tcp`)."""
 
     kind: str
     address: dict[str, str | int]
@@ -220,8 +227,8 @@ class PoolExport(Reply):
 
 
 class Site(Reply):
-    """Where a worker stands, as seen by who lends to it: the `transports` that it reads, the `host` whose shared memory
-    it sees (kernel and mounted file system), its own `process`, and its `gpus` by their PCI bus ids."""
+    """What a worker can open: its `transports`, the `host` whose shared memory it sees (kernel and mounted file
+    system), its own `process`, and its `gpus` by PCI bus id."""
 
     transports: list[str]
     host: str = ""
@@ -230,8 +237,7 @@ class Site(Reply):
 
 
 class Ticket(Reply):
-    """The right to read one cache for as long as its lease lasts. `exports` are all ways to the pool, `pool` among
-    them."""
+    """The right to read one cache until the lease ends. `exports` are all ways to open the pool, including `pool`."""
 
     lease_id: str
     cache_id: CacheId
@@ -250,7 +256,7 @@ class Ticket(Reply):
 
     @property
     def ways(self) -> list[PoolExport]:
-        """The ways to the pool; of a worker that knows of no others, the one."""
+        """All ways to open the pool; an older worker reports only `pool`."""
         return self.exports or [self.pool]
 
 
@@ -262,10 +268,12 @@ class CacheInfo(CacheReply):
 
 
 class KVTransferParams(Request):
-    """Travels with an OpenAI request. `num_tokens` caps how much of the cache is used. Without a `cache_id` the worker
-    looks for an exact prefix by itself, unless `reuse` is false. With `store` false nothing that this request computes
-    stays in the pool. With `shadow`, the worker compares in idle time what is expected over a mapped cache with what is
-    over a native one."""
+    """Extension of an OpenAI request.
+
+    `num_tokens` caps how much of the cache is used. Without a `cache_id` the worker searches for an exact prefix,
+    unless `reuse` is false. With `store` false, nothing this request computes stays in the pool. With `shadow`, the
+    idle worker later compares next-token distributions over the mapped and a native cache.
+    """
 
     cache_id: CacheId | None = None
     num_tokens: int | None = Field(default=None, ge=1)
@@ -284,15 +292,14 @@ class StreamOptions(Request):
 
 
 class WorkerStreamOptions(StreamOptions):
-    """With `interval_ms`, what follows the first piece may be told so seldom, many tokens at a time: for who shows it
-    to nobody before the end."""
+    """`interval_ms` is the minimum interval between chunks after the first, for callers that buffer the answer."""
 
     interval_ms: float = Field(default=0.0, ge=0, le=60_000)
 
 
 class JsonSchema(BaseModel):
-    """What an answer is to follow. The engine is as `strict` as it always is; `name` and `description` are the
-    client's."""
+    """The schema of an answer. The engine always enforces it, whatever `strict` says; it ignores `name` and
+    `description`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, serialize_by_alias=True)
 
@@ -311,19 +318,19 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _schema_where_it_belongs(self) -> ResponseFormat:
         if (self.type == "json_schema") is (self.json_schema is None):
-            raise ValueError("json_schema goes with type json_schema, and only with that")
+            raise ValueError("json_schema is required for type json_schema, and not allowed for any other")
         return self
 
     @property
     def rules(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer is to follow; None for any text."""
+        """The JSON schema of the answer; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.rules
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class ChatRequest(BaseModel):
-    """The worker's `/v1/chat/completions`. Fields of the OpenAI API that the engine lacks are refused by name."""
+    """The worker's `/v1/chat/completions`. OpenAI fields that the engine does not support are rejected by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -370,12 +377,13 @@ class CompletionRequest(BaseModel):
 
 
 class KVUsage(Reply):
-    """What the engine did for one answer. Stands in the reply's (or the last chunk's) `kv_transfer_params`; what is
-    known before the first token (path, cached and mapped tokens) may stand in a stream's first chunk as well.
+    """What the engine did for one answer: `kv_transfer_params` of the reply, or of the last chunk.
 
-    `cache_id` covers everything read and written, `num_tokens` of it. `cached_tokens` are exact prefix hits,
-    `mapped_tokens` came from a mapper, the rest of the prompt was read natively. With `agreement_probe` N, the worker
-    also read the prompt in full and reports on N teacher-forced tokens.
+    A stream's first chunk may hold what is known before the first token: path, cached and mapped tokens.
+
+    `cache_id` covers all `num_tokens` tokens, prefilled and generated. `cached_tokens` are exact prefix hits,
+    `mapped_tokens` came from a mapper, the rest of the prompt was prefilled. With `agreement_probe` N, the worker also
+    prefilled the whole prompt and reports the agreement over N teacher-forced tokens.
     """
 
     cache_id: CacheId | None = None
@@ -402,8 +410,11 @@ class TokenizeReply(Reply):
 
 
 class ShadowInfo(Reply):
-    """How a mapper did in service, over the answers that were compared last: the share of tokens on which mapped and
-    native caches expect the same next one, and the perplexity ratio that their mean KL divergence amounts to."""
+    """A mapper's quality in service, over the last compared answers.
+
+    `top1` is the share of tokens with the same top prediction over mapped and native caches; `ppl_ratio` is the
+    perplexity ratio that corresponds to their mean KL divergence.
+    """
 
     num_answers: int
     top1: float
@@ -411,8 +422,8 @@ class ShadowInfo(Reply):
 
 
 class BundleInfo(Reply):
-    """One that is not `usable` is refused, for the `reason` given. One `on_trial` is tried out on the handoffs that are
-    refused for it. `shadow` is null until an answer was compared."""
+    """A bundle that is not `usable` is refused for `reason`. One `on_trial` is evaluated on the handoffs that
+    are refused because of it. `shadow` is null until an answer was compared."""
 
     bundle_id: str
     source_model: str
@@ -426,7 +437,7 @@ class BundleInfo(Reply):
 
 
 class Rates(Reply):
-    """Measured medians, in tokens per second; None until measured."""
+    """Measured medians in tokens per second; None until measured."""
 
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -434,8 +445,8 @@ class Rates(Reply):
 
 
 class WorkerInfo(Reply):
-    """What a worker is. `exports` are the ways to its pool, `site` what it can open itself: `exports` of one worker and
-    `site` of another decide how the second reads the first. `response_formats` are the types that its engine has."""
+    """A worker's description. `exports` are the ways to open its pool, and `site` is what it can open itself; together
+    they decide how one worker reads another. `response_formats` are the types that its engine supports."""
 
     worker: str
     model: str

@@ -1,5 +1,4 @@
-"""Spans over gateway and workers, in traces that go from one to the other as W3C has it. Off, and nothing imported,
-unless `tracing.endpoint` names a collector.
+"""OpenTelemetry spans across gateway and workers, joined by W3C trace context.
 
     request ─┬─ route     the policy's decision
              ├─ prefix    the registry
@@ -7,7 +6,8 @@ unless `tracing.endpoint` names a collector.
              ├─ transfer  ── transfer (large worker) ── lease (small worker)
              └─ decode    ── decode (the answering worker)
 
-No span bears a word of a prompt. The names of the GenAI attributes still move, and so stand here only.
+Off, and nothing is imported, unless `tracing.endpoint` names a collector. No span holds any text of a prompt. The names
+of the GenAI attributes are defined here only, as they still change.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _tracer: Tracer | None = None  # of this process
 
 
 class TracingSettings(BaseModel):
-    """`endpoint` takes OTLP over HTTP, as http://127.0.0.1:4318; of the traces that begin here `sample_ratio` are
-    kept."""
+    """`endpoint` accepts OTLP over HTTP, for example http://127.0.0.1:4318. `sample_ratio` is the share of the traces
+    started here that are kept."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,12 +42,12 @@ class TracingSettings(BaseModel):
     sample_ratio: float = Field(default=1.0, gt=0, le=1)
 
 
-class CannotTrace(RuntimeError):
-    """It is wanted, and the packages for it are not installed."""
+class TracingUnavailable(RuntimeError):
+    """Tracing is configured, but its packages are not installed."""
 
 
 def start(settings: TracingSettings, service: str) -> None:
-    """Raises `CannotTrace`."""
+    """Export spans to the configured collector. Raises `TracingUnavailable`."""
     if settings.endpoint is None:
         return
     try:
@@ -57,7 +57,8 @@ def start(settings: TracingSettings, service: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError as error:
-        raise CannotTrace(f"tracing.endpoint needs the extra `otel`: pip install 'kvrelay[otel]' ({error})") from error
+        message = f"tracing.endpoint requires the extra `otel`: pip install 'kvrelay[otel]' ({error})"
+        raise TracingUnavailable(message) from error
     sampler = ParentBasedTraceIdRatio(settings.sample_ratio)
     provider = TracerProvider(sampler=sampler, resource=Resource.create({"service.name": service}))
     exporter = OTLPSpanExporter(endpoint=f"{settings.endpoint}/v1/traces")
@@ -66,7 +67,7 @@ def start(settings: TracingSettings, service: str) -> None:
 
 
 def use(provider: TracerProvider | None) -> None:
-    """From now on spans go there; None ends it."""
+    """Send spans to this provider from now on; None switches tracing off."""
     global _tracer
     _tracer = provider.get_tracer("kvrelay") if provider is not None else None
 
@@ -76,71 +77,70 @@ def is_on() -> bool:
 
 
 def span(name: str, incoming: Mapping[str, str] | None = None) -> AbstractContextManager[None]:
-    """What happens within. With the headers of an `incoming` call it goes on with the caller's trace, else with that of
-    the span around it."""
+    """A span around a block. Its parent is the trace in the headers of an `incoming` call, or else the current span."""
     return NOTHING if _tracer is None else _span(name, incoming)
 
 
 @contextmanager
 def _span(name: str, incoming: Mapping[str, str] | None) -> Iterator[None]:
-    held = begin(name, incoming)
+    handle = begin(name, incoming)
     try:
-        with held.entered():
+        with handle.active():
             yield
     except BaseException as error:
-        tell_of(held, {ERROR_TYPE: getattr(error, "code", type(error).__name__)})
+        handle.set({ERROR_TYPE: getattr(error, "code", type(error).__name__)})
         raise
     finally:
-        held.end()
+        handle.end()
 
 
-class Held:
-    """A span that may end elsewhere than it began."""
+class SpanHandle:
+    """A span that may end elsewhere than it began; without tracing, an empty one."""
 
     def __init__(self, span: Span | None):
-        self.span = span
+        self._span = span
 
-    def entered(self) -> AbstractContextManager[Any]:
-        """What is begun within belongs to it."""
-        if self.span is None:
+    def active(self) -> AbstractContextManager[Any]:
+        """Within the block, it is the current span."""
+        if self._span is None:
             return NOTHING
         from opentelemetry.trace import use_span
 
-        return use_span(self.span, record_exception=False, set_status_on_exception=False)
+        return use_span(self._span, record_exception=False, set_status_on_exception=False)
+
+    def set(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes, except those that are None."""
+        if self._span is not None:
+            self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
 
     def end(self) -> None:
-        if self.span is not None:
-            self.span.end()
+        if self._span is not None:
+            self._span.end()
 
 
-def begin(name: str, incoming: Mapping[str, str] | None = None) -> Held:
+def begin(name: str, incoming: Mapping[str, str] | None = None) -> SpanHandle:
     if _tracer is None:
-        return Held(None)
+        return SpanHandle(None)
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     if incoming is None:
-        return Held(_tracer.start_span(name))
+        return SpanHandle(_tracer.start_span(name))
     context = TraceContextTextMapPropagator().extract(incoming, context=Context())
-    return Held(_tracer.start_span(name, context=context, kind=SpanKind.SERVER))
+    return SpanHandle(_tracer.start_span(name, context=context, kind=SpanKind.SERVER))
 
 
-def tell(attributes: Mapping[str, Any]) -> None:
-    """Of the span that is around."""
+def set_attributes(attributes: Mapping[str, Any]) -> None:
+    """Set attributes of the current span, except those that are None."""
     if _tracer is not None:
         from opentelemetry.trace import get_current_span
 
-        tell_of(Held(get_current_span()), attributes)
-
-
-def tell_of(held: Held, attributes: Mapping[str, Any]) -> None:
-    if held.span is not None:
-        held.span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+        SpanHandle(get_current_span()).set(attributes)
 
 
 def headers() -> dict[str, str]:
-    """For a call that belongs to the span around it."""
+    """Trace headers for a call made within the current span."""
     if _tracer is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -77,7 +77,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ("completions", {"prompt": [1, 99_999]}, 400, "invalid_request", "prompt", "99999 does not exist"),
         ("prefix/prefill", {"token_ids": [5], "prefix": "x"}, 400, "invalid_request", None, "exactly one"),
         ("prefix/prefill", {}, 400, "invalid_request", None, "got none"),
-        ("prefix/prefill", {"messages": [USER], "stable_messages": 2}, 400, "invalid_request", None, "1 messages"),
+        ("prefix/prefill", {"messages": [USER], "stable_messages": 2}, 400, "invalid_request", None, "messages has 1"),
         ("prefix/prefill", {"token_ids": [5] * 1025}, 400, "context_length_exceeded", None, "1025 tokens"),
         ("prefix/prefill", {"token_ids": [5], "target_model": "gpt"}, 404, "model_not_found", "target_model", "gpt"),
         ("tokenize", {"token_ids": [-3], "tenant_salt": None}, 400, "invalid_request", "tenant_salt", "permitted"),
