@@ -1,4 +1,4 @@
-"""A gateway over two fake workers: in process, or over real sockets."""
+"""A gateway with two fake workers, in process or on real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES: list[Any] = [SYSTEM, USER]
 
 
 def values(**changes: Any) -> dict[str, Any]:
-    """A configuration for the two fakes; `changes` replace whole sections."""
+    """Return a configuration for the two fakes; `changes` replace whole sections."""
     return {
         "tiers": [{"name": "small", "model": "fake-small"}, {"name": "large", "model": "fake-large"}],
         "workers": {
@@ -45,7 +45,7 @@ def fakes() -> tuple[FakeWorker, FakeWorker]:
 
 @dataclass
 class Stack:
-    """`http` talks to the gateway."""
+    """A running gateway and its fake workers; `http` is a client of the gateway."""
 
     small: FakeWorker
     large: FakeWorker
@@ -66,17 +66,17 @@ class Stack:
         return 0.0 if value is None else float(value)
 
     async def check_health(self) -> None:
-        """Makes the gateway look at every worker now."""
+        """Run a health check of every worker now."""
         await self.app.state.gateway.parts.fleet.check_health()
 
 
 @asynccontextmanager
 async def in_process(
-    others: Mapping[str, httpx.AsyncBaseTransport] | None = None, **changes: Any
+    extra_transports: Mapping[str, httpx.AsyncBaseTransport] | None = None, **changes: Any
 ) -> AsyncIterator[Stack]:
-    """`others` carry the calls to workers beside the two fakes."""
+    """Run the gateway in process. `extra_transports` carry calls to workers besides the two fakes."""
     small, large = fakes()
-    transports = {worker.name: httpx.ASGITransport(worker) for worker in (small, large)} | dict(others or {})
+    transports = {worker.name: httpx.ASGITransport(worker) for worker in (small, large)} | dict(extra_transports or {})
     app = create_app(from_values(values(**changes)), FAKE_SECRET, transports=transports)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
@@ -86,7 +86,7 @@ async def in_process(
 
 @asynccontextmanager
 async def live_stack(*others: FakeWorker, **changes: Any) -> AsyncIterator[Stack]:
-    """The two fakes, `others` and the gateway, each behind a real socket. A worker's tier stands in its name."""
+    """Run the two fakes, `others` and the gateway on real sockets. A worker's name begins with its tier."""
     small, large = fakes()
     with ExitStack() as sockets:
         listeners = {sockets.enter_context(free_socket()): worker for worker in (small, large, *others)}
@@ -99,7 +99,7 @@ async def live_stack(*others: FakeWorker, **changes: Any) -> AsyncIterator[Stack
 
 
 def right_answer(worker: FakeWorker, messages: list[dict[str, Any]]) -> str:
-    """What this worker answers to this very prompt, and to no other."""
+    """Return this worker's answer to this prompt. Other prompts have other answers."""
     return worker.answer_to([Message.model_validate(message) for message in messages])
 
 
@@ -109,17 +109,19 @@ def text(reply: httpx.Response) -> str:
 
 
 def report(reply: httpx.Response) -> dict[str, Any]:
-    """The reply's `kvrelay` field."""
+    """Return the reply's `kvrelay` field."""
     assert reply.status_code == 200, reply.text
     return dict(reply.json()["kvrelay"])
 
 
 def follow_up(messages: list[dict[str, Any]], reply: httpx.Response, question: str) -> list[dict[str, Any]]:
+    """Return the messages with the reply and the next question appended."""
     return [*messages, reply.json()["choices"][0]["message"], {"role": "user", "content": question}]
 
 
 async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
-    until = time.monotonic() + within_s
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < deadline, f"the condition did not hold within {within_s} s"
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The life of a request, seen from the client: who answers, on which path, and what the worker was asked."""
+"""The cascade as a client sees it: the answering tier, the path, and the requests that workers receive."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from workers.api.schemas import ESCALATION_PRIORITY, Message, Rates
 NUM_TOKENS = len(render([Message.model_validate(message) for message in MESSAGES]))
 
 
-async def test_a_confident_small_answer_stands(stack: Stack) -> None:
+async def test_a_confident_small_answer_is_delivered(stack: Stack) -> None:
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert (report(reply)["tier"], report(reply)["forced"], report(reply)["confidence"]) == ("small", False, -0.125)
     assert stack.large.requests("chat") == stack.large.requests("cached_chat") == stack.large.requests("transfer") == []
 
 
-async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
+async def test_an_unsure_answer_is_escalated_by_handoff(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.large, MESSAGES)
@@ -44,26 +44,25 @@ async def test_an_unsure_answer_is_handed_over(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("makes_of_it", "path"),
-    [(None, "mapped"), (300, "hybrid"), (PrefillCheaper("read them"), "prefill")],
+    ("cost_decision", "path"),
+    [(None, "mapped"), (300, "hybrid"), (PrefillCheaper("prefill is cheaper"), "prefill")],
 )
 @pytest.mark.parametrize("reports_early", [True, False])
-async def test_the_target_decides_by_cost_what_becomes_of_a_handoff(
-    stack: Stack, makes_of_it: int | KvrelayError | None, path: str, reports_early: bool
+async def test_the_target_decides_by_cost_how_much_to_map(
+    stack: Stack, cost_decision: int | KvrelayError | None, path: str, reports_early: bool
 ) -> None:
-    stack.small.logprob, stack.large.by_cost, stack.large.reports_early = -2.0, makes_of_it, reports_early
+    stack.small.logprob, stack.large.by_cost, stack.large.reports_early = -2.0, cost_decision, reports_early
     reply = await stack.chat()
     assert (report(reply)["tier"], report(reply)["path"], report(reply)["forced"]) == ("large", path, False)
     assert text(reply) == right_answer(stack.large, MESSAGES)
     mapped = {"mapped": NUM_TOKENS - 64 - 4, "hybrid": 300 - 4, "prefill": 0}
     assert report(reply)["mapped_tokens"] == mapped[path]
-    assert (stack.metric("circuit_state", target="large-0/transfer"), fallbacks(stack)) == (0, 0)
+    assert (stack.metric("circuit_state", target="large-0/transfer"), num_fallbacks(stack)) == (0, 0)
 
 
-@pytest.mark.parametrize("error", [PrefillCheaper("read them"), NoTime("it would end too late")])
-async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDeclined) -> None:
-    """However often: the circuit stays closed, and the next one is asked for. Too little time is told, as it is where
-    the gateway foresees it."""
+@pytest.mark.parametrize("error", [PrefillCheaper("prefill is cheaper"), NoTime("would miss the deadline")])
+async def test_declined_handoffs_do_not_open_the_circuit(stack: Stack, error: HandoffDeclined) -> None:
+    """The next handoff is still tried. Too little time is reported, as when the gateway predicts it."""
     stack.small.logprob, stack.large.by_cost = -2.0, error
     for number in range(6):
         reply = await stack.chat([{"role": "user", "content": f"{number} {LONG}"}])
@@ -75,19 +74,19 @@ async def test_a_declined_handoff_is_no_failure(stack: Stack, error: HandoffDecl
     assert report(await stack.chat([{"role": "user", "content": f"And now {LONG}"}]))["path"] == "mapped"
 
 
-async def test_a_forced_handoff_is_made_whatever_it_costs(stack: Stack) -> None:
-    stack.large.by_cost = PrefillCheaper("read them")
+async def test_a_forced_handoff_ignores_cost(stack: Stack) -> None:
+    stack.large.by_cost = PrefillCheaper("prefill is cheaper")
     assert report(await stack.escalate())["path"] == "mapped"
     assert stack.large.requests("transfer")[0]["by_cost"] is False
 
 
-def fallbacks(stack: Stack) -> float:
-    counted = stack.app.state.gateway.parts.metrics.full_prefill_fallback.collect()
-    samples = [sample for metric in counted for sample in metric.samples]
+def num_fallbacks(stack: Stack) -> float:
+    metrics = stack.app.state.gateway.parts.metrics.full_prefill_fallback.collect()
+    samples = [sample for metric in metrics for sample in metric.samples]
     return sum(float(sample.value) for sample in samples if sample.name.endswith("_total"))
 
 
-async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> None:
+async def test_all_but_the_tail_of_the_prompt_is_handed_over(stack: Stack) -> None:
     reply = await stack.escalate()
     (transfer,) = stack.large.requests("transfer")
     assert transfer["num_tokens"] == report(reply)["handoff_tokens"] == NUM_TOKENS - 64
@@ -96,7 +95,7 @@ async def test_the_whole_prompt_but_the_tail_is_handed_over(stack: Stack) -> Non
     assert report(reply)["mapped_tokens"] == NUM_TOKENS - 64 - 4
 
 
-async def test_a_forced_escalation_lets_the_small_model_read_and_not_write(stack: Stack) -> None:
+async def test_a_forced_escalation_prefills_on_small_and_does_not_decode(stack: Stack) -> None:
     reply = await stack.escalate()
     assert report(reply)["forced"] is True
     assert len(stack.small.requests("prefill")) == 1
@@ -104,7 +103,7 @@ async def test_a_forced_escalation_lets_the_small_model_read_and_not_write(stack
     assert stack.small.requests("chat") == stack.small.requests("cached_chat") == []
 
 
-async def test_times_are_told(stack: Stack) -> None:
+async def test_the_report_contains_times(stack: Stack) -> None:
     kvrelay = report(await stack.escalate())
     assert 0 < kvrelay["handoff_ttft_ms"] <= kvrelay["ttft_ms"]
     assert kvrelay["map_ms"] == 2.0
@@ -113,7 +112,7 @@ async def test_times_are_told(stack: Stack) -> None:
     assert kvrelay["transfer_ms"] > 0
 
 
-async def test_a_short_prompt_is_not_worth_a_handoff(stack: Stack) -> None:
+async def test_a_short_prompt_is_not_handed_over(stack: Stack) -> None:
     short = [{"role": "user", "content": "Why?"}]
     reply = await stack.escalate(short)
     assert (report(reply)["path"], text(reply)) == ("prefill", right_answer(stack.large, short))
@@ -121,35 +120,35 @@ async def test_a_short_prompt_is_not_worth_a_handoff(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(("model", "tier"), [("small", "small"), ("large", "large"), ("fake-large", "large")])
-async def test_a_model_by_name_answers_itself(stack: Stack, model: str, tier: str) -> None:
+async def test_a_named_model_answers_itself(stack: Stack, model: str, tier: str) -> None:
     reply = await stack.chat(model=model)
     assert (report(reply)["tier"], report(reply)["forced"], report(reply)["path"]) == (tier, True, "prefill")
     assert len((stack.small if tier == "small" else stack.large).requests("chat")) == 1
 
 
-async def test_the_fixed_policy_takes_its_tier() -> None:
+async def test_the_fixed_policy_uses_its_tier() -> None:
     async with in_process(policy={"name": "fixed", "tier": "large"}) as stack:
         assert report(await stack.chat())["tier"] == "large"
         assert report(await stack.chat(kvrelay={"max_tier": "small"}))["tier"] == "small"
 
 
-async def test_max_tier_keeps_the_answer_small(stack: Stack) -> None:
+async def test_max_tier_prevents_escalation(stack: Stack) -> None:
     stack.small.logprob = -2.0
     reply = await stack.chat(kvrelay={"max_tier": "small"})
     assert (report(reply)["tier"], report(reply)["path"]) == ("small", "prefill")
 
 
 @pytest.mark.parametrize("transfers", [True, False])
-async def test_an_escalation_goes_before_all_other_work(stack: Stack, transfers: bool) -> None:
+async def test_escalations_have_priority(stack: Stack, transfers: bool) -> None:
     if not transfers:
-        stack.large.fail("transfer", BundleUnusable("none"))
+        stack.large.fail("transfer", BundleUnusable("no bundle"))
     await stack.escalate()
-    (asked,) = stack.large.requests("cached_chat" if transfers else "chat")
-    assert asked["priority"] == ESCALATION_PRIORITY
+    (body,) = stack.large.requests("cached_chat" if transfers else "chat")
+    assert body["priority"] == ESCALATION_PRIORITY
     assert all(call["priority"] == 0 for call in stack.small.requests("cached_chat") + stack.small.requests("chat"))
 
 
-async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
+async def test_exact_never_uses_a_mapped_cache(stack: Stack) -> None:
     mapped = await stack.escalate()
     assert report(mapped)["path"] == "mapped"
     reply = await stack.escalate(follow_up(MESSAGES, mapped, "And then?"), exact=True)
@@ -158,7 +157,7 @@ async def test_exact_allows_no_mapped_cache(stack: Stack) -> None:
     assert stack.large.requests("chat")[-1]["kv_transfer_params"]["require_exact"] is True
 
 
-async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
+async def test_no_cache_neither_uses_nor_stores_caches(stack: Stack) -> None:
     await stack.escalate()
     await stack.chat(model="large", kvrelay={"exact": True})
     before = len(stack.large.caches), len(stack.small.caches)
@@ -174,32 +173,32 @@ async def test_no_cache_neither_reads_nor_stores(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-async def test_a_share_of_the_handoffs_is_compared_with_native_reading(share: float) -> None:
+async def test_a_share_of_handoffs_is_compared_with_a_native_prefill(share: float) -> None:
     async with in_process(shadow={"share": share}) as stack:
         first = await stack.escalate()
         second = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
-        assert report(second)["transfer_ms"] is None, "from a cache of its own: no handoff"
-        asked = [call["kv_transfer_params"]["shadow"] for call in stack.large.requests("cached_chat")]
-        assert asked == [share == 1.0, False]
+        assert report(second)["transfer_ms"] is None, "answered from its own cache, without a handoff"
+        shadows = [body["kv_transfer_params"]["shadow"] for body in stack.large.requests("cached_chat")]
+        assert shadows == [share == 1.0, False]
 
 
-async def test_a_probe_is_passed_on_and_told(stack: Stack) -> None:
+async def test_an_agreement_probe_is_forwarded_and_reported(stack: Stack) -> None:
     reply = await stack.escalate(agreement_probe=16)
     assert stack.large.requests("cached_chat")[0]["kv_transfer_params"]["agreement_probe"] == 16
     assert (report(reply)["top1_agreement"], report(reply)["full_prefill_ms"]) == (0.875, 50.0)
 
 
-async def test_the_turn_after_extends_the_large_models_mapped_cache(stack: Stack) -> None:
+async def test_a_follow_up_extends_the_large_models_mapped_cache(stack: Stack) -> None:
     first = await stack.escalate()
     second = follow_up(MESSAGES, first, "And then?")
     reply = await stack.escalate(second)
     assert report(reply)["path"] == "mapped"
     assert text(reply) == right_answer(stack.large, second)
-    assert len(stack.large.requests("transfer")) == 1, "its own cache was there"
-    assert len(stack.small.requests("prefill")) == 1, "the small model is not asked for what the large one holds"
+    assert len(stack.large.requests("transfer")) == 1, "the large model reuses its own cache"
+    assert len(stack.small.requests("prefill")) == 1, "no small prefill for a prefix that the large model has cached"
 
 
-async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
+async def test_a_follow_up_prefers_an_exact_cache(stack: Stack) -> None:
     first = await stack.chat(model="large")
     reply = await stack.escalate(follow_up(MESSAGES, first, "And then?"))
     assert report(reply)["path"] == "exact"
@@ -207,14 +206,14 @@ async def test_the_turn_after_prefers_an_exact_cache(stack: Stack) -> None:
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 600
 
 
-async def test_mapped_tokens_are_no_cached_tokens(stack: Stack) -> None:
+async def test_mapped_tokens_do_not_count_as_cached(stack: Stack) -> None:
     reply = await stack.escalate()
     assert report(reply)["mapped_tokens"] > 500
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_a_long_question_after_a_short_prefix_is_handed_over_all_the_same(stack: Stack) -> None:
-    """The large model's own cache of the system prompt would leave it nearly everything to read."""
+async def test_a_short_cached_prefix_does_not_prevent_a_handoff(stack: Stack) -> None:
+    """With its own cache of the system prompt, the large model would still prefill nearly everything."""
     stack.large.rates = Rates(prefill_tokens_per_s=500.0, map_tokens_per_s=50_000.0)
     await stack.check_health()
     brief = {"role": "system", "content": "Answer from the document."}
@@ -224,29 +223,29 @@ async def test_a_long_question_after_a_short_prefix_is_handed_over_all_the_same(
     assert report(reply)["handoff_tokens"] > 500
 
 
-async def test_a_shared_stable_part_is_found_by_another_conversation(stack: Stack) -> None:
+async def test_a_stable_prefix_is_shared_between_conversations(stack: Stack) -> None:
     await stack.chat(model="large")
     reply = await stack.chat([SYSTEM, {"role": "user", "content": "Something else?"}], model="large")
     assert report(reply)["path"] == "exact"
     assert len(stack.large.requests("cached_chat")) == 1
 
 
-async def test_the_client_marks_the_stable_part(stack: Stack) -> None:
+async def test_cache_control_marks_the_stable_prefix(stack: Stack) -> None:
     document = {"type": "text", "text": SYSTEM["content"], "cache_control": {"type": "ephemeral"}}
     marked = [{"role": "user", "content": [document]}, USER]
     await stack.chat(marked, model="large")
-    (asked,) = stack.large.requests("chat")
-    assert asked["stable_messages"] == 1
-    assert asked["messages"][0] == {"role": "user", "content": SYSTEM["content"]}, "the mark is the gateway's business"
+    (body,) = stack.large.requests("chat")
+    assert body["stable_messages"] == 1
+    assert body["messages"][0] == {"role": "user", "content": SYSTEM["content"]}, "workers do not receive the mark"
 
 
-async def test_logprobs_reach_only_the_client_that_asked(stack: Stack) -> None:
+async def test_logprobs_are_returned_only_on_request(stack: Stack) -> None:
     assert (await stack.chat()).json()["choices"][0]["logprobs"] is None
-    asked = (await stack.chat(logprobs=True)).json()["choices"][0]
-    assert [token["logprob"] for token in asked["logprobs"]["content"]] == [-0.125] * 7
+    choice = (await stack.chat(logprobs=True)).json()["choices"][0]
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-0.125] * 7
 
 
-async def test_a_tool_call_comes_whole(stack: Stack) -> None:
+async def test_a_tool_call_is_returned_complete(stack: Stack) -> None:
     stack.large.tool_call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     reply = await stack.chat(model="large", tools=tools)
@@ -256,25 +255,25 @@ async def test_a_tool_call_comes_whole(stack: Stack) -> None:
     assert stack.large.requests("chat")[0]["tools"] == tools
 
 
-async def test_tools_are_rendered_alike_by_all_who_read_them(stack: Stack) -> None:
-    """Else the caches would not fit: what a worker reads to hand it over, and what the other one carries on from."""
+async def test_all_workers_receive_the_same_tools(stack: Stack) -> None:
+    """With other tools the prompt renders to other tokens, and the handed-over cache does not match."""
     parameters = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters, "strict": None}}]
     reply = await stack.chat(tools=tools, kvrelay={"policy": "always_escalate"})
     assert report(reply)["path"] == "mapped"
-    read, carried_on = stack.small.requests("prefill")[0], stack.large.requests("cached_chat")[0]
-    assert read["tools"] == carried_on["tools"] == tools
+    prefill, answer = stack.small.requests("prefill")[0], stack.large.requests("cached_chat")[0]
+    assert prefill["tools"] == answer["tools"] == tools
 
 
 async def test_the_small_prefix_is_registered_and_reused(stack: Stack) -> None:
     first, second = await stack.chat(), await stack.chat()
-    assert (report(first)["path"], report(second)["path"]) == ("prefill", "exact"), "what was read just now is no hit"
+    assert (report(first)["path"], report(second)["path"]) == ("prefill", "exact"), "its own prefill is not a hit"
     assert (report(first)["cached_tokens"], report(second)["cached_tokens"]) == (0, NUM_TOKENS)
-    assert len(stack.small.requests("prefill")) == 1, "the same prompt is not read again"
+    assert len(stack.small.requests("prefill")) == 1, "the same prompt is not prefilled again"
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 1
 
 
-async def test_an_answer_of_one_tier_alone_in_a_single_tier_set_up() -> None:
+async def test_a_single_tier_answers_everything() -> None:
     tiers = [{"name": "small", "model": "fake-small"}]
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
     async with in_process(tiers=tiers, workers=workers) as stack:

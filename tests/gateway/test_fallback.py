@@ -1,4 +1,4 @@
-"""Whatever fails or is late on the fast path, the client gets the right answer within its deadline, and is told."""
+"""Faults and delays on the fast path: the right answer within the deadline, with the reason in the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from workers.api.schemas import Rates
 
 DEADLINES = {"request_s": 4.0, "decode_reserve_s": 0.5, "small_share": 0.25, "assumed_prefill_tokens_per_s": 500.0}
 
-# phase -> (the worker that fails, the call that fails, how the reason begins)
+# phase -> (failing worker, failing call, prefix of the reason)
 PHASES = {
     "prefill": ("small", "prefill", "small_"),
     "small_answer": ("small", "cached_chat", "small_"),
@@ -50,8 +50,8 @@ FAULTS: dict[str, Callable[[FakeWorker, str], None]] = {
     "full": lambda worker, call: worker.fail(call, Overloaded("full", retry_after_s=3)),
     "lost": lambda worker, call: worker.fail(call, CacheNotFound("evicted")),
     "stale": lambda worker, call: worker.fail(call, CacheStale("written since")),
-    "foreign": lambda worker, call: worker.fail(call, CacheMismatch("another tenant's")),
-    "late": lambda worker, call: worker.fail(call, DeadlineExceeded("too late")),
+    "foreign": lambda worker, call: worker.fail(call, CacheMismatch("belongs to another tenant")),
+    "late": lambda worker, call: worker.fail(call, DeadlineExceeded("late")),
     "garbage": lambda worker, call: worker.garble(call),
     "hangs": lambda worker, call: worker.delay(call, 60.0),
 }
@@ -63,7 +63,7 @@ def make_unsure(stack: Stack) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("phase", PHASES)
-async def test_every_fault_in_every_phase_ends_in_the_right_answer(phase: str, fault: str) -> None:
+async def test_a_fault_in_any_phase_falls_back_to_the_right_answer(phase: str, fault: str) -> None:
     async with in_process(deadlines=DEADLINES) as stack:
         make_unsure(stack)
         worker, call, prefix = PHASES[phase]
@@ -77,24 +77,24 @@ async def test_every_fault_in_every_phase_ends_in_the_right_answer(phase: str, f
         assert reply.headers["x-kvrelay-path"] == path
         assert report(reply)["tier"] == "large"
         assert stack.metric("full_prefill_fallback_total", reason=path.removeprefix("fallback:")) == 1
-        assert stack.large.requests("chat"), "the answer was read natively"
+        assert stack.large.requests("chat"), "the large model prefilled the prompt itself"
         assert report(reply)["mapper"] is report(reply)["handoff_tokens"] is report(reply)["transfer_ms"] is None
 
 
-async def test_a_forced_escalation_falls_back_too(stack: Stack) -> None:
-    stack.large.fail("transfer", TransferFailed("the source is gone"))
+async def test_a_forced_escalation_also_falls_back(stack: Stack) -> None:
+    stack.large.fail("transfer", TransferFailed("source is gone"))
     reply = await stack.escalate()
     assert (report(reply)["path"], text(reply)) == ("fallback:transfer_failed", right_answer(stack.large, MESSAGES))
     assert stack.metric("handoffs_total", result="transfer_failed") == 1
 
 
-async def test_no_bundle_is_told_by_its_name(stack: Stack) -> None:
+async def test_a_missing_bundle_is_reported_as_no_bundle(stack: Stack) -> None:
     stack.large.fail("transfer", BundleUnusable("no mapper for this pair"))
     assert report(await stack.escalate())["path"] == "fallback:no_bundle"
 
 
-async def test_what_the_transfer_calls_a_mistake_is_no_mistake_of_the_client(stack: Stack) -> None:
-    stack.large.fail("transfer", InvalidRequest("num_tokens is more than the source has"))
+async def test_an_invalid_transfer_falls_back_and_is_not_a_client_error(stack: Stack) -> None:
+    stack.large.fail("transfer", InvalidRequest("num_tokens exceeds the source"))
     reply = await stack.escalate()
     assert (report(reply)["path"], text(reply)) == ("fallback:invalid_request", right_answer(stack.large, MESSAGES))
 
@@ -106,14 +106,14 @@ async def test_a_prompt_too_long_for_the_small_model_goes_to_the_large_one(stack
     assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
-async def test_a_prompt_too_long_for_both_is_the_clients_mistake(stack: Stack) -> None:
+async def test_a_prompt_too_long_for_both_models_is_refused(stack: Stack) -> None:
     stack.small.max_model_len = stack.large.max_model_len = 100
     reply = await stack.chat()
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == ContextLengthExceeded.code
 
 
-async def test_the_clients_mistake_is_told_at_once(stack: Stack) -> None:
+async def test_an_invalid_request_is_refused_without_a_fallback(stack: Stack) -> None:
     stack.small.fail("prefill", InvalidRequest("no template for tools", param="tools"))
     reply = await stack.chat()
     assert reply.status_code == 400
@@ -129,7 +129,7 @@ async def test_a_handoff_is_not_tried_without_time_for_a_full_prefill() -> None:
         assert stack.large.requests("transfer") == []
 
 
-async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
+async def test_the_deadline_of_a_handoff_is_at_most_the_prefill_time() -> None:
     async with in_process() as stack:
         stack.large.rates = Rates(prefill_tokens_per_s=5000.0)  # about 110 ms for what is handed over
         await stack.check_health()
@@ -141,7 +141,7 @@ async def test_a_handoff_gets_no_longer_than_a_prefill_would_take() -> None:
         assert time.monotonic() - started < 2.0
 
 
-async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_model() -> None:
+async def test_an_unmeasured_target_is_assumed_no_faster_than_the_small_model() -> None:
     """On a slow machine the assumed rate would leave the first handoff too little time."""
     async with in_process(deadlines={"request_s": 60.0}) as stack:
         stack.small.rates = Rates(prefill_tokens_per_s=50.0)
@@ -152,11 +152,11 @@ async def test_a_target_of_unknown_pace_is_thought_no_faster_than_the_small_mode
         assert stack.large.requests("transfer")[0]["deadline_ms"] == pytest.approx(1000 * handed_over / 50, rel=0.05)
 
 
-async def test_the_source_frozen_between_prefill_and_transfer(stack: Stack) -> None:
-    """The large worker waits for the frozen one; the deadline it was given ends that."""
+async def test_a_source_frozen_between_prefill_and_transfer_falls_back(stack: Stack) -> None:
+    """The large worker waits for the frozen source until the deadline of the transfer."""
     stack.large.rates = Rates(prefill_tokens_per_s=2000.0)
     await stack.check_health()
-    await stack.chat()  # the small model has read the prompt, and the registry knows
+    await stack.chat()  # prefills and registers the prompt on the small worker
     stack.small.is_frozen = True
     reply = await stack.escalate()
     assert (report(reply)["path"], text(reply)) == ("fallback:deadline_exceeded", right_answer(stack.large, MESSAGES))
@@ -172,7 +172,7 @@ async def test_a_frozen_small_worker_leaves_time_for_the_large_one() -> None:
         assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
-async def test_a_small_worker_known_to_be_down_is_not_waited_for(stack: Stack) -> None:
+async def test_a_small_worker_that_is_down_is_skipped(stack: Stack) -> None:
     stack.small.fail("info", WorkerUnavailable("gone"))
     await stack.check_health()
     await stack.check_health()
@@ -191,8 +191,8 @@ async def test_without_a_large_model_the_small_one_answers(stack: Stack) -> None
 
 
 @pytest.mark.parametrize("policy", [None, "always_escalate"])
-async def test_without_a_large_model_the_small_one_may_take_its_time(stack: Stack, policy: str | None) -> None:
-    """Longer than its share of the deadline: there is nobody whom that would leave time to."""
+async def test_without_a_large_model_the_small_one_has_the_whole_deadline(stack: Stack, policy: str | None) -> None:
+    """Its share of the deadline does not apply: no other tier needs the rest."""
     stack.large.fail("readyz", WorkerUnavailable("draining"))
     await stack.check_health()
     await stack.check_health()
@@ -202,7 +202,7 @@ async def test_without_a_large_model_the_small_one_may_take_its_time(stack: Stac
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
-async def test_a_large_model_that_fails_altogether_leaves_it_to_the_small_one(stack: Stack) -> None:
+async def test_the_small_model_answers_if_every_large_call_fails(stack: Stack) -> None:
     make_unsure(stack)
     for call in ("transfer", "chat", "cached_chat"):
         stack.large.fail(call, WorkerUnavailable("gone"))
@@ -211,19 +211,19 @@ async def test_a_large_model_that_fails_altogether_leaves_it_to_the_small_one(st
     assert text(reply) == right_answer(stack.small, MESSAGES)
 
 
-async def test_a_model_asked_for_by_name_is_not_replaced(stack: Stack) -> None:
+async def test_a_named_model_is_not_replaced(stack: Stack) -> None:
     stack.large.fail("chat", WorkerUnavailable("connection to http://10.0.0.7:8001 refused"))
     reply = await stack.chat(model="large")
     assert reply.status_code == 502
     assert reply.json()["error"]["type"] == "upstream_error"
-    assert "10.0.0.7" not in reply.text, "addresses are not the client's business"
+    assert "10.0.0.7" not in reply.text, "clients do not see addresses"
 
 
 async def test_a_second_worker_of_the_tier_takes_over() -> None:
     workers = {
         "small-0": {"tier": "small", "url": "http://small-0"},
         "large-0": {"tier": "large", "url": "http://large-0"},
-        "large-1": {"tier": "large", "url": "http://127.0.0.1:9"},  # nobody listens
+        "large-1": {"tier": "large", "url": "http://127.0.0.1:9"},  # nothing listens there
     }
     async with in_process(workers=workers) as stack:
         for _ in range(4):
@@ -231,29 +231,29 @@ async def test_a_second_worker_of_the_tier_takes_over() -> None:
             assert text(reply) == right_answer(stack.large, MESSAGES)
 
 
-class Vanishing(httpx.ASGITransport):
-    """Answers when looked at, and takes no connection for an answer."""
+class DroppingTransport(httpx.ASGITransport):
+    """Answers health checks; connections for chat time out."""
 
     num_dropped = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/chat/completions":
             self.num_dropped += 1
-            raise httpx.ConnectTimeout("the packets vanish")
+            raise httpx.ConnectTimeout("packets dropped")
         return await super().handle_async_request(request)
 
 
-async def test_so_it_does_for_one_that_takes_no_connection() -> None:
-    """Which is no deadline of the request's: there is time left to ask another."""
+async def test_a_second_worker_takes_over_after_a_connect_timeout() -> None:
+    """A connect timeout leaves time in the request's deadline for another worker."""
     workers = {"large-1": {"tier": "large", "url": "http://large-1"}} | values()["workers"]
-    vanishing = Vanishing(FakeWorker("large-1", "fake-large"))
-    async with in_process({"large-1": vanishing}, workers=workers) as stack:
+    dropping = DroppingTransport(FakeWorker("large-1", "fake-large"))
+    async with in_process({"large-1": dropping}, workers=workers) as stack:
         reply = await stack.chat(model="large")
         assert text(reply) == right_answer(stack.large, MESSAGES)
-        assert vanishing.num_dropped == 1, "it was asked first"
+        assert dropping.num_dropped == 1, "it was tried first"
 
 
-async def test_a_late_answer_is_told_without_addresses(stack: Stack) -> None:
+async def test_a_timeout_is_reported_without_addresses(stack: Stack) -> None:
     stack.large.fail("chat", DeadlineExceeded("worker at http://10.0.0.7:8001 did not answer"))
     reply = await stack.chat(model="large")
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -261,28 +261,28 @@ async def test_a_late_answer_is_told_without_addresses(stack: Stack) -> None:
 
 
 async def test_a_cache_lost_in_a_restart_is_a_miss(stack: Stack) -> None:
-    """Restarted unnoticed, the worker says itself that it does not know the cache."""
+    """Before the gateway notices the restart, the worker itself reports the cache as unknown."""
     await stack.chat()
     stack.small.restart()
     reply = await stack.chat()
     assert text(reply) == right_answer(stack.small, MESSAGES)
     assert report(reply)["tier"] == "small"
     assert stack.metric("prefix_lookup_stale_total", tier="small") == 1
-    assert len(stack.small.requests("prefill")) == 2, "read anew"
+    assert len(stack.small.requests("prefill")) == 2, "prefilled again"
 
 
-async def test_an_entry_of_another_epoch_is_not_even_tried(stack: Stack) -> None:
+async def test_an_entry_of_an_earlier_epoch_is_not_tried(stack: Stack) -> None:
     await stack.chat()
     stack.small.restart()
     await stack.check_health()
     await stack.chat()
     assert stack.metric("worker_restarts_total", target="small-0") == 1
     assert stack.metric("prefix_lookup_hits_total", tier="small") == 0
-    asked = [body["kv_transfer_params"]["cache_id"] for body in stack.small.requests("cached_chat")]
-    assert len(set(asked)) == 2, "the cache of the first epoch is forgotten"
+    cache_ids = [body["kv_transfer_params"]["cache_id"] for body in stack.small.requests("cached_chat")]
+    assert len(set(cache_ids)) == 2, "the first epoch's cache is not used again"
 
 
-async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stack: Stack) -> None:
+async def test_a_large_cache_lost_in_a_restart_is_handed_over_again(stack: Stack) -> None:
     first = await stack.escalate()
     stack.large.restart()
     second = follow_up(MESSAGES, first, "And then?")
@@ -292,7 +292,7 @@ async def test_the_large_models_cache_lost_in_a_restart_is_handed_over_anew(stac
     assert stack.metric("prefix_lookup_stale_total", tier="large") == 1
 
 
-async def test_an_exact_cache_that_is_gone_falls_back(stack: Stack) -> None:
+async def test_a_lost_exact_cache_falls_back(stack: Stack) -> None:
     await stack.chat(model="large")
     stack.large.restart()
     reply = await stack.chat(model="large")
@@ -302,8 +302,8 @@ async def test_an_exact_cache_that_is_gone_falls_back(stack: Stack) -> None:
     )
 
 
-async def test_an_answer_to_another_prompt_would_be_seen() -> None:
-    """The fakes tell prompts apart, else the tests above would prove nothing."""
+async def test_fake_answers_differ_between_prompts() -> None:
+    """The tests above rely on this property of the fakes."""
     _, large = fakes()
     other = [*MESSAGES[:1], {"role": "user", "content": "What comes after word42?"}]
     assert right_answer(large, MESSAGES) != right_answer(large, other)

@@ -60,7 +60,7 @@ class FakeCache:
 
 
 class FakePool:
-    """The caches of one epoch, with the contract's rules: salts, expiry, exact and mapped."""
+    """The caches of one epoch, under the contract's rules: salts, expiry, exact and mapped."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, FakeCache] = {}
@@ -75,9 +75,9 @@ class FakePool:
         """Raises `CacheNotFound`, `CacheMismatch`."""
         cache = self.by_id.get(cache_id)
         if cache is None or cache.expires_at <= time.time():
-            raise CacheNotFound(f"{cache_id} is not known here")
+            raise CacheNotFound(f"unknown cache {cache_id}")
         if cache.salt != salt:
-            raise CacheMismatch(f"{cache_id} is another tenant's")
+            raise CacheMismatch(f"{cache_id} belongs to another tenant")
         return cache
 
     def store(
@@ -110,7 +110,7 @@ class FakePool:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The answer to a chat completion: its request, the prompt's tokens, and how many of them a cache held."""
+    """The answer to a chat completion: its request, its prompt tokens, and how many of them came from a cache."""
 
     worker: FakeWorker
     request: ChatRequest | CompletionRequest
@@ -135,7 +135,7 @@ class ChatAnswer:
             early = {"kv_transfer_params": self.usage.model_dump()} if worker.reports_early else {}
             yield frame({"choices": [self.opening()]} | early)
             for index, word in enumerate(words):
-                while index == worker.stalls.get(kind):  # noqa: ASYNC110 - set from the test's own thread
+                while index == worker.stalls.get(kind):  # noqa: ASYNC110 - set from the test's thread
                     await asyncio.sleep(0.01)
                 if index == worker.cuts.get(kind, worker.cut_after):
                     return
@@ -155,11 +155,11 @@ class ChatAnswer:
         if worker.tool_call is not None:
             yield frame({"choices": [_chat_choice({"tool_calls": [{"index": 0} | worker.tool_call]})]})
         yield frame({"choices": [self.closing() | {"finish_reason": "tool_calls" if worker.tool_call else "stop"}]})
-        num_read, num_written = len(self.tokens), len(words)
+        num_prompt, num_completion = len(self.tokens), len(words)
         counts = {
-            "prompt_tokens": num_read,
-            "completion_tokens": num_written,
-            "total_tokens": num_read + num_written,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
         }
         yield frame({"choices": [], "usage": counts, "kv_transfer_params": self._final_usage(words).model_dump()})
         yield b"data: [DONE]\n\n"
@@ -179,7 +179,7 @@ class ChatAnswer:
         return _chat_choice({})
 
     def _final_usage(self, words: list[str]) -> KVUsage:
-        """Store the cache of prompt and answer if the request asks for it. Returns the usage, with that cache."""
+        """Store a cache of prompt and answer if the request asks for it. Return the usage with that cache."""
         request, usage, pool = self.request, self.usage, self.worker.pool
         params = request.kv_transfer_params or KVTransferParams()
         if not params.store:

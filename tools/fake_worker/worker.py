@@ -1,4 +1,4 @@
-"""`FakeWorker`: the calls of the worker contract, and the faults that a test orders."""
+"""`FakeWorker`: the calls of the worker contract, and the faults that a test sets."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RecordedCall:
 
 @dataclass
 class CallFault:
-    """What goes wrong with the next `times` calls of one kind (None: with all)."""
+    """A fault of the next `times` calls of one kind (None: of all)."""
 
     error: KvrelayError | None = None
     delay_s: float = 0.0
@@ -89,7 +89,7 @@ class FakeWorker:
     """A worker without a model.
 
     Calls are `info`, `readyz`, `prefill`, `transfer`, `drop`, `tokenize`, `resume_bundle`, `chat` (without a cache) and
-    `cached_chat`; for text completions `complete` and `cached_complete`.
+    `cached_chat`. Text completions are `complete` and `cached_complete`.
     """
 
     name: str
@@ -98,25 +98,25 @@ class FakeWorker:
     secret: str = FAKE_SECRET
     rates: Rates = field(default_factory=Rates)
 
-    # What it answers
+    # Answers
     logprob: float = -0.125
-    first_logprobs: Sequence[float] = ()  # of the first words, instead of `logprob`
+    first_logprobs: Sequence[float] = ()  # replace `logprob` for the first words
     answer: str | None = None  # replaces the generated answer
-    canned_answers: Mapping[str, str] = field(default_factory=dict)  # by the text of the last message
+    canned_answers: Mapping[str, str] = field(default_factory=dict)  # by text of the last message
     tool_call: dict[str, Any] | None = None
     response_formats: Sequence[str] = ("text",)
     max_model_len: int = 100_000
-    reports_early: bool = True  # the first chunk also reports what was reused
+    reports_early: bool = True  # the first chunk reports the reused tokens
 
-    # How it streams
+    # Streaming
     token_s: float = 0.0
     cut_after: int | None = None  # `cut` for every kind of answer
     break_after: int | None = None  # `break_off` for every kind of answer
 
-    # How it maps
-    by_cost: int | KvrelayError | None = None  # in a handoff by cost: max mapped tokens, or the refusal
-    reused_tokens: int = 0  # of a transfer, how many were mapped here before
-    bundle_off: str | None = None  # why its bundle is switched off
+    # Mapping
+    by_cost: int | KvrelayError | None = None  # result of a handoff by cost: max mapped tokens, or an error
+    reused_tokens: int = 0  # tokens of a transfer that were mapped before
+    bundle_off: str | None = None  # reason why the bundle is switched off
     bundle_on_trial: bool = False
 
     # Records
@@ -155,7 +155,7 @@ class FakeWorker:
         return self.pool.by_id
 
     def restart(self) -> None:
-        """Act like a process restarted on the same port: a new epoch, no caches."""
+        """Behave like a process restarted on the same port: a new epoch, no caches."""
         self.pool.restart()
 
     def answer_to(self, messages: Sequence[Message]) -> str:
@@ -172,19 +172,19 @@ class FakeWorker:
     # Faults
 
     def fail(self, call: str, error: KvrelayError, *, times: int | None = None) -> None:
-        """Answer with the error."""
+        """Fail calls with this error."""
         self._faults[call] = CallFault(error=error, times=times)
 
     def delay(self, call: str, seconds: float, *, times: int | None = None) -> None:
-        """Answer after the delay."""
+        """Answer calls after this delay."""
         self._faults[call] = CallFault(delay_s=seconds, times=times)
 
     def garble(self, call: str, *, times: int | None = None) -> None:
-        """Answer 200 with a body that is not a reply of the contract."""
+        """Answer calls with status 200 and a malformed body."""
         self._faults[call] = CallFault(garbage=True, times=times)
 
     def stall(self, call: str, *, after: int) -> None:
-        """Stop answers of this kind (`chat`, `cached_chat`) after this many words; they stay open until `heal`."""
+        """Pause answers of this kind (`chat`, `cached_chat`) after this many words, until `heal`."""
         self.stalls[call] = after
 
     def break_off(self, call: str, *, after: int) -> None:
@@ -201,7 +201,7 @@ class FakeWorker:
 
     async def wait_while_frozen(self) -> None:
         """Wait while frozen."""
-        # The flag is set from the test's own thread, where an asyncio.Event cannot be set.
+        # The test sets the flag from another thread, where an asyncio.Event cannot be set.
         while self.is_frozen:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -243,21 +243,21 @@ class FakeWorker:
         return reply if isinstance(reply, Response) else _json(reply)
 
     async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of the work. If the caller hangs up first, cancel it and count the hang-up."""
+        """Return the result of the work. If the caller disconnects first, cancel the work and count the disconnect."""
 
         async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
+        task, disconnect = asyncio.create_task(work), asyncio.create_task(disconnected())
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self.num_disconnects += 1
-                raise KvrelayError("the caller hung up")
+                raise KvrelayError("the caller disconnected")
             return task.result()
         finally:
-            for one in (task, gone):
+            for one in (task, disconnect):
                 await cancel_and_wait(one)
 
     # The contract: information
@@ -343,7 +343,7 @@ class FakeWorker:
         return reply.model_dump()
 
     async def _lease(self, request: TransferRequest) -> FakeCache:
-        """Find the source cache at a peer, within the deadline."""
+        """Return the source cache of a peer, within the deadline."""
         peer = self.peers.get(request.source_worker)
         if peer is None:
             raise TransferFailed(f"unknown worker {request.source_worker!r}; known: {', '.join(self.peers) or 'none'}")
@@ -362,7 +362,7 @@ class FakeWorker:
 
         async def drop(body: Body) -> Body:
             if self.caches.pop(cache_id, None) is None:
-                raise CacheNotFound(f"{cache_id} is not known here")
+                raise CacheNotFound(f"unknown cache {cache_id}")
             return {}
 
         return await self._reply(request, "drop", drop)
@@ -389,7 +389,7 @@ class FakeWorker:
         return StreamingResponse(answer.frames(), media_type="text/event-stream")
 
     def _usage(self, request: ChatRequest | CompletionRequest, tokens: list[str]) -> KVUsage:
-        """Return how much of the prompt a cache holds. Raises `CacheNotFound`, `CacheMismatch`."""
+        """Return how many prompt tokens came from which cache. Raises `CacheNotFound`, `CacheMismatch`."""
         params = request.kv_transfer_params or KVTransferParams()
         if params.cache_id is None:
             cached = self.pool.longest_exact(tokens, request.tenant_salt) if params.reuse else 0
@@ -402,9 +402,9 @@ class FakeWorker:
         cache = self.pool.find(params.cache_id, request.tenant_salt)
         shared = common_length(cache.tokens, tokens)
         if params.require_exact and cache.provenance != "exact":
-            raise CacheMismatch(f"{cache.cache_id} is {cache.provenance}; an exact one is required")
+            raise CacheMismatch(f"{cache.cache_id} is {cache.provenance}; an exact cache is required")
         if shared == 0:
-            raise CacheMismatch(f"{cache.cache_id} holds other tokens than the beginning of this prompt")
+            raise CacheMismatch(f"{cache.cache_id} does not match the beginning of this prompt")
         mapped = min(cache.num_mapped, shared)
         return KVUsage(
             epoch=self.pool.epoch,
@@ -420,7 +420,7 @@ class FakeWorker:
     def _check_length(self, tokens: Sequence[str]) -> None:
         if len(tokens) > self.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {len(tokens)} tokens; {self.model} takes {self.max_model_len}", param="messages"
+                f"the prompt has {len(tokens)} tokens; {self.model} allows {self.max_model_len}", param="messages"
             )
 
 
