@@ -17,9 +17,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from gateway.policies import language
 from gateway.policies.base import Budget, Policy, PolicyChoice, RequestFeatures, RoutingDecision, build
 from gateway.policies.confidence import Confidence
-from gateway.policies.language import LANGUAGES, language_of
 
 SEARCHED_CHARS = 20_000  # of the last user message; bounds the time of a slow expression
 
@@ -56,9 +56,11 @@ class Condition(BaseModel):
     @field_validator("language")
     @classmethod
     def _known_languages(cls, languages: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [language for language in languages if language not in LANGUAGES]
+        unknown = [code for code in languages if code not in language.LANGUAGES]
         if unknown:
-            raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(LANGUAGES)}")
+            raise ValueError(f"unknown language {unknown[0]!r}; known: {', '.join(language.LANGUAGES)}")
+        if languages:
+            language.load()
         return languages
 
     def matches(self, request: RequestFeatures) -> bool:
@@ -71,7 +73,7 @@ class Condition(BaseModel):
             and (self.budget is None or self.budget in request.overspent)
             and (not self.keywords or any(_has_word(text, word) for word in self.keywords))
             and (self.regex is None or re.search(self.regex, text) is not None)
-            and (not self.language or language_of(text) in self.language)
+            and (not self.language or language.language_of(text) in self.language)
         )
 
 

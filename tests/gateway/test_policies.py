@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from typing import Any
 
 import pytest
 
 from gateway.policies import POLICIES, Policy, RequestFeatures, TokenLogprob, build
-from gateway.policies.language import language_of
+from gateway.policies.language import _identifier, language_of
 from tests.gateway.stack import MESSAGES, SYSTEM, Stack, eventually, in_process, report, right_answer, text
 
 TIERS = ["small", "large"]
@@ -176,10 +177,22 @@ def test_rules_within_rules() -> None:
         ("首都是哪里", "zh"),
         ("42 + 1", None),
         ("", None),
+        ("Bonjour", "fr"),
+        ("Danke", "de"),
+        ("ok thanks", "en"),
     ],
 )
 def test_languages(written: str, language: str | None) -> None:
     assert language_of(written) == language
+
+
+def test_language_rule_without_its_extra_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    _identifier.cache_clear()
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    rule = {"name": "german", "when": {"language": ["de"]}, "then": {"name": "fixed"}}
+    with pytest.raises(ValueError, match=r"policy.rules.0.when.language: requires the extra `language`: pip install"):
+        build({"name": "rules", "rules": [rule]})
+    assert build({"name": "rules", "rules": [rule | {"when": {}}]}), "other rules need no extra"
 
 
 @pytest.mark.parametrize(
