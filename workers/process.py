@@ -3,7 +3,8 @@
     load ──► warm up ──► ready ──► SIGTERM ──► /readyz says 503, calls are still taken (grace)
                 │                         ──► no new calls, those in flight are finished (drain) ──► memory given back
                 └─ SIGTERM ─────────────────────────────────────────────────────────────────────────────────▲
-"""
+
+This worker's heartbeats, and the peers whose heartbeats it sees."""
 
 from __future__ import annotations
 
@@ -11,21 +12,25 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import structlog
 import uvicorn
+from redis.exceptions import RedisError
 
 from workers.api import tracing
 from workers.api.addresses import ANY_HOST, http_url, listen
 from workers.api.config import SettingsError
 from workers.api.errors import KvrelayError
+from workers.api.heartbeat import Board, Heartbeat, LiveWorkers
 from workers.api.http.protocol import Protocol
 from workers.api.logs import configure_logs
 from workers.api.process import write_ready_file
+from workers.api.tasks import repeating
 from workers.app import create_app
-from workers.serving.announce import announced
 from workers.serving.worker import Worker, build_worker
 from workers.settings import WorkerSettings
 
@@ -141,3 +146,54 @@ def _listen(settings: WorkerSettings) -> socket.socket:
 
 def _url(settings: WorkerSettings, listener: socket.socket) -> str:
     return http_url(settings.host, listener.getsockname()[1])
+
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None]:
+    """Within the block others find the worker at `url`, if it is configured so."""
+    settings, board_url = worker.settings.discovery, worker.settings.board_url
+    if settings is None or board_url is None:
+        yield
+        return
+    board = Board(board_url, secret)
+    announcer = _Announcer(worker, board, LiveWorkers(settings.lost_after_s), url)
+    try:
+        async with repeating(announcer.beat, settings.beat_s):
+            yield
+        with suppress(RedisError):
+            await board.remove(worker.settings.id)
+    finally:
+        await board.aclose()
+
+
+class _Announcer:
+    def __init__(self, worker: Worker, board: Board, living: LiveWorkers, url: str):
+        self._worker = worker
+        self._board = board
+        self._living = living
+        self._url = url
+        self._is_well = True
+
+    async def beat(self) -> None:
+        """One beat, and a look at those of others. What fails is logged once, until all is well again."""
+        try:
+            await self._tell()
+            await self._look()
+            self._is_well = True
+        except Exception as error:  # whatever it is, the next beat comes
+            if self._is_well:
+                log.warning("heartbeat_failed", error=repr(error))
+            self._is_well = False
+
+    async def _tell(self) -> None:
+        own, epoch = self._worker.settings, self._worker.pool.epoch
+        if not self._worker.draining:
+            await self._board.put(Heartbeat(worker=own.id, tier=own.tier, url=self._url, epoch=epoch, at=time.time()))
+
+    async def _look(self) -> None:
+        beats = self._living.update(await self._board.read(), time.monotonic())
+        urls = {name: beat.url for name, beat in beats.items() if name != self._worker.settings.id}
+        await self._worker.transfers.meet(urls)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.families.derived import is_made, make, recipe_fingerprint
+from workers.families import is_made, make, recipe_fingerprint
 
 
 def weights(folder: Path) -> None:

@@ -18,12 +18,10 @@ from mappers.models import run
 from tests.workers.handoff.support import SOURCE, SOURCE_LAYOUT, TARGET, TARGET_LAYOUT, make_pool, random_mapper
 from tests.workers.pool.support import SALT, random_kv
 from workers.api.schemas import KVLayout, Ticket
-from workers.engines.vllm.exchange import create_exchange
-from workers.engines.vllm.moving import PagedCache, WorkerSide
-from workers.engines.vllm.paged import CpuLayout
+from workers.engines.vllm.paged import CpuLayout, Heads
 from workers.engines.vllm.plan import Target
-from workers.engines.vllm.scheduling import SchedulerSide
-from workers.engines.vllm.shards import Heads
+from workers.engines.vllm.scheduler import SchedulerSide, create_exchange
+from workers.engines.vllm.worker import PagedCache, WorkerSide
 from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.pool import Pool

@@ -17,8 +17,8 @@ from tests.vllm.support import Peer, params, peer_of, replayed
 from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from tests.workers.pool.support import SALT
-from workers.engines.vllm.moving import Sources
-from workers.engines.vllm.params import TransferReport
+from workers.engines.vllm.plan import TransferReport
+from workers.engines.vllm.worker import Sources
 
 NUM = 6
 TOLERANCE = 1e-4  # float32 sums in another order

@@ -23,7 +23,7 @@ from tests.vllm.support import params, peer_of, replayed
 from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from workers.api.schemas import Ticket
-from workers.engines.vllm.params import TransferReport
+from workers.engines.vllm.plan import TransferReport
 
 NUM = 6
 START_S = 400  # on a busy machine

@@ -12,12 +12,10 @@ import pytest
 
 from tests.workers.pool.support import LAYOUT, SALT, make_arena, random_kv
 from workers.api.schemas import KVTransferParams
-from workers.engines.admission import Admission, Claim
 from workers.engines.base import MIN_LOADED_TOKENS, ModelInfo, Sampling, TokenSequence
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Admission, Claim, Compute
 from workers.pool.pool import Pool
-from workers.serving.paging import page_in
-from workers.serving.reuse import reuse_of
+from workers.serving.reuse import page_in, reuse_of
 
 FINGERPRINT = "51" * 32
 NUM_STORED, NUM_PROMPT = 40, 60

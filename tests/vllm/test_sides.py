@@ -16,10 +16,9 @@ from tests.workers.pool.support import OTHER_SALT, SALT, assert_same, random_kv
 from workers.api.errors import CacheStale
 from workers.api.schemas import Ticket
 from workers.engines.base import MIN_LOADED_TOKENS
-from workers.engines.vllm.moving import Sources, WorkerSide
-from workers.engines.vllm.params import TransferReport
-from workers.engines.vllm.shards import heads_of
-from workers.engines.vllm.steps import Save, StepWork
+from workers.engines.vllm.paged import heads_of
+from workers.engines.vllm.plan import Save, StepWork, TransferReport
+from workers.engines.vllm.worker import Sources, WorkerSide
 from workers.pool.arena import Arena
 
 IDS = list(range(3, 43))

@@ -29,7 +29,7 @@ from tests.workers.server.test_mapped import HEAD, NUM, TAIL, replayed
 from workers.api.errors import CacheMismatch, InvalidRequest
 from workers.api.schemas import KVUsage, PrefillRequest
 from workers.engines.base import PoolPlace
-from workers.serving.paging import PooledKV
+from workers.serving.reuse import PooledKV
 
 PATIENCE_S = 120  # of a busy machine
 

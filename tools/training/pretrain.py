@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mappers.data import Conversation, split_of
-from workers.families.corpora import classics
+from workers.families.sources import classics
 
 VOCABULARY = 4096
 TEMPLATE = (

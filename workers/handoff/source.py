@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from workers.api.errors import CacheUnusable, DeadlineExceeded, KvrelayError
 from workers.api.schemas import PoolExport, Ticket
 from workers.handoff.target import HandoffTarget
-from workers.pool.span import BlockSpan
+from workers.pool.blocks import BlockSpan
 from workers.sharing import Job
 from workers.transports import choose
 from workers.transports.base import Reader, Room

@@ -27,13 +27,10 @@ from mappers.cache import KVCache
 from workers.api.errors import BundleUnusable, CacheMismatch, CacheNotFound, InvalidRequest, Overloaded, PoolFull
 from workers.api.schemas import Provenance
 from workers.digest import KVIdentity, block_chain, token_digest
-from workers.pool.arena import Arena
+from workers.pool.arena import Arena, PoolMemory
 from workers.pool.blocks import blocks_for, check_blocks
 from workers.pool.entries import EXACT, LEASE_EVENTS, CacheEntry, Hold, Lease, PoolStats, Span, new_cache_id
-from workers.pool.evict import choose_victims
-from workers.pool.index import PrefixIndex
-from workers.pool.ledger import BlockLedger
-from workers.pool.memory import PoolMemory
+from workers.pool.tables import BlockLedger, PrefixIndex, choose_victims
 
 MAX_LEASES = 1024
 _CLEAR_TIMEOUT_S = 5.0

@@ -26,17 +26,14 @@ from torch import Tensor
 
 from workers.api.errors import CacheNotFound, InvalidRequest
 from workers.api.schemas import DEFAULT_NATIVE_TAIL, MAPPED, BundleInfo, KVTransferParams, TransferRequest
-from workers.bundles import Bundles
+from workers.bundles import Bundles, Comparison
 from workers.digest import token_digest
-from workers.engines.admission import Claim
 from workers.engines.base import Engine, TokenSequence
-from workers.engines.compute import BACKGROUND
+from workers.engines.scheduling import BACKGROUND, Claim
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
-from workers.quality import Comparison
 from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
-from workers.serving.paging import load_reused
-from workers.serving.reuse import reuse_of
+from workers.serving.reuse import load_reused, reuse_of
 from workers.serving.transfer import Transfers
 
 log = structlog.get_logger()

@@ -1,27 +1,65 @@
-"""Taking over caches of other workers: `workers.handoff` with this worker's engine, pool, bundles and peers."""
+"""`Heads`: the first few tokens of prompts, read natively for handoffs, and kept.
+
+A tenant's prompts begin alike, with the chat template's own tokens and the first word of a system prompt, and reading
+four tokens takes as long as fetching all weights from memory. What is kept is exact, in tensors apart from any pool.
+
+Taking over caches of other workers: `workers.handoff` with this worker's engine, pool, bundles and peers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mappers.cache import KVCache
 from workers.api.client import WorkerClient
 from workers.api.errors import BundleUnusable, InvalidRequest, KvrelayError
 from workers.api.schemas import ESCALATION_PRIORITY, TransferReply, TransferRequest
 from workers.bundles import Bundles
 from workers.engines.base import Engine
-from workers.engines.compute import BACKGROUND
+from workers.engines.scheduling import BACKGROUND, Claim
 from workers.handoff import Handoffs, HandoffTarget, Outcome
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
-from workers.serving.heads import Heads
 from workers.settings import WorkerSettings
+from workers.transports import site_here
 from workers.transports.readers import Readers
-from workers.transports.site import site_here
+
+MAX_KEPT = 64
+MAX_KEPT_TOKENS = 16  # of a longer head the next prompt will have another
+
+
+class Heads:
+    """For use on one event loop. Heads are looked up by all their tokens and the tenant's salt."""
+
+    def __init__(self, engine: Engine, *, priority: int):
+        self._engine = engine
+        self._priority = priority
+        self._kept: OrderedDict[tuple[str, tuple[int, ...]], KVCache] = OrderedDict()
+
+    async def read(self, token_ids: Sequence[int], salt: str) -> KVCache:
+        """The KV of these tokens from position 0 on. Nobody writes to it."""
+        key = (salt, tuple(token_ids))
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        head = await self._read(token_ids)
+        if len(token_ids) <= MAX_KEPT_TOKENS:
+            self._kept[key] = head
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return head
+
+    async def _read(self, token_ids: Sequence[int]) -> KVCache:
+        async with self._engine.sequence(Claim(priority=self._priority), len(token_ids)) as sequence:
+            await sequence.read(token_ids)
+            await sequence.fetch(0)
+            kv = sequence.kv(0, len(token_ids))
+            return KVCache(tuple(key.clone() for key in kv.keys), tuple(value.clone() for value in kv.values))
+
 
 MAX_REFUSED = 4
 TRIAL_S = 60.0  # a handoff in idle time may take

@@ -1,8 +1,15 @@
-"""`Worker`: the object graph of one worker process, from its settings."""
+"""`Worker`: the object graph of one worker process, from its settings.
+
+What the C library keeps of memory that was freed: given back to the system.
+
+Tensors of many sizes come and go on several threads, and glibc keeps the gaps between them: a worker's memory would
+creep up to many times what it uses, though nothing leaks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +17,6 @@ from types import TracebackType
 
 import structlog
 
-from workers import heap
 from workers.api.client import WorkerClient
 from workers.api.config import SettingsError
 from workers.api.errors import ModelNotFound
@@ -26,12 +32,11 @@ from workers.pool.segment import reclaim_dead_segments
 from workers.pool.tickets import TicketOffice
 from workers.pool.tiered import TieredPool
 from workers.serving.answer import Answerer
-from workers.serving.prefill import Prefiller
-from workers.serving.prompts import PromptReader
-from workers.serving.recall import Recalls
+from workers.serving.idle import Upgrader
+from workers.serving.prefill import Prefiller, PromptReader
+from workers.serving.reuse import Recalls
 from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
-from workers.serving.upgrade import Upgrader
 from workers.settings import WorkerSettings
 from workers.transports.lender import Lender
 
@@ -87,7 +92,7 @@ class Worker:
         if self.lender is not None:
             self.lender.start()
         self._chores.append(asyncio.create_task(self._sweep()))
-        self._chores.append(asyncio.create_task(heap.keep_small(HEAP_S)))
+        self._chores.append(asyncio.create_task(trim_heap_forever(HEAP_S)))
         self._chores.append(asyncio.create_task(self.shadow.run()))
         if self.settings.upgrade_idle_s is not None:
             self._chores.append(asyncio.create_task(self.upgrader.run()))
@@ -197,3 +202,19 @@ def _lender(settings: WorkerSettings, arena: Arena, secret: str) -> Lender | Non
         raise SettingsError(
             f"worker {settings.id!r} cannot lend its blocks on {tcp.host}:{tcp.port}: {error.strerror or error}"
         ) from error
+
+
+async def trim_heap_forever(every_s: float) -> None:
+    """Gives back what it can, again and again, for ever."""
+    while True:
+        await asyncio.sleep(every_s)
+        await asyncio.to_thread(trim_heap)
+
+
+def trim_heap() -> bool:
+    """Whether anything was given back; never where the C library cannot. Takes milliseconds, on any thread."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return False
+    return bool(trim(0))

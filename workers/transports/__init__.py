@@ -1,4 +1,6 @@
-"""How one worker reads another's pool. Transports by name; a transport's module is imported when it is first used."""
+"""How one worker reads another's pool. Transports by name; a transport's module is imported when it is first used.
+
+Where this process stands: what it shares memory with."""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from workers.api.errors import TransferFailed
 from workers.api.schemas import PoolExport, Site
+from workers.pool.arena import host_id, process_id
 
 if TYPE_CHECKING:
     from workers.transports.base import Transport
+
 
 # Fastest first.
 TRANSPORTS = {
@@ -52,3 +56,22 @@ def _told(export: PoolExport) -> str:
     """A way, for messages: what it leads by is nobody's secret, but a memory handle is long."""
     host = export.address.get("host")
     return f"{export.kind} on host {host}" if host else export.kind
+
+
+def site_here(*, cuda: bool) -> Site:
+    """What this process can open: memory of its own host, that of its GPUs if it works on any, and streams."""
+    return Site(
+        transports=[kind for kind in TRANSPORTS if cuda or kind != "cuda_ipc"],
+        host=host_id(),
+        process=process_id(),
+        gpus=_gpus() if cuda else [],
+    )
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    from workers.pool.cuda import CudaRuntime
+
+    runtime = CudaRuntime()
+    return [runtime.pci_bus_id(device) for device in range(torch.cuda.device_count())]

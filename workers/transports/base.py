@@ -26,6 +26,7 @@ from mappers.cache import KVCache
 from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.blocks import (
+    BlockSpan,
     block_bytes,
     blocks_for,
     cache_in,
@@ -35,7 +36,6 @@ from workers.pool.blocks import (
     torch_dtype,
 )
 from workers.pool.segment import Generations, Header
-from workers.pool.span import BlockSpan
 
 
 class Room:

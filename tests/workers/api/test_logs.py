@@ -109,7 +109,7 @@ def bug() -> ValueError:
         ("uvicorn.error", "Exception in ASGI application\n", (), "Exception in ASGI application"),
         ("asyncio", f"Task exception was never retrieved\nfuture: <Task exception={PROMPT}>", (), None),
         ("uvicorn.error", bug(), (), "ValueError"),
-        ("workers.engines.rounds", "a round of %d answers failed", (3,), "a round of 3 answers failed"),
+        ("workers.engines.scheduling", "a round of %d answers failed", (3,), "a round of 3 answers failed"),
     ],
 )
 @pytest.mark.parametrize("has_failed", [False, True])

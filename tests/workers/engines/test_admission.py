@@ -9,7 +9,7 @@ import time
 import pytest
 
 from workers.api.errors import DeadlineExceeded, Overloaded
-from workers.engines.admission import Admission
+from workers.engines.scheduling import Admission
 
 
 class Request:

@@ -13,10 +13,16 @@ from torch import Tensor
 from mappers.model_config import geometry_of
 from tests.mappers.architectures.zoo import WINDOW, model_of
 from tests.mappers.pairs import random_documents
-from workers.engines.transformers.attention import attention_for
-from workers.engines.transformers.batch import BATCHED, can_batch, decode
+from workers.engines.transformers.forward import (
+    BATCHED,
+    BLOCK_BYTES,
+    RowwiseLinear,
+    attention_for,
+    can_batch,
+    decode,
+    make_rowwise,
+)
 from workers.engines.transformers.memory import WorkingMemory
-from workers.engines.transformers.rowwise import BLOCK_BYTES, RowwiseLinear, make_rowwise
 
 CPU = torch.device("cpu")
 NAMES = {"gemma3_text": "gemma3"}  # in the zoo, where it is not the model type
@@ -122,7 +128,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_a_weight_that_is_taken_in_blocks_and_shared_out(
     size: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.engines.transformers.rowwise.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("workers.engines.transformers.forward.BLOCK_BYTES", 4000)
     plain = torch.nn.Linear(32, size, bias=bias)
     layers = torch.nn.Sequential(plain)
     make_rowwise(layers)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from workers.api.errors import WorkerUnavailable
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Compute
 
 
 class Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.engines.transformers.rooms import ROUNDED, SMALL, Rooms
+from workers.engines.transformers.memory import ROUNDED, SMALL, Rooms
 
 LARGE = (4, SMALL // 4)  # of float32
 

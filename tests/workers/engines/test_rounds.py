@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from workers.engines.rounds import Rounds
+from workers.engines.scheduling import Rounds
 
 
 class Table:

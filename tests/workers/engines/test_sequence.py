@@ -17,12 +17,10 @@ from mappers.cache import KVCache, KVGeometry
 from mappers.models import read
 from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
-from workers.engines.admission import Claim
 from workers.engines.base import Engine, PoolPlace, Sampling, TokenSequence
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Claim, Compute
 from workers.engines.transformers.engine import CHUNK_TOKENS, TransformersEngine, TransformersSequence
-from workers.engines.transformers.memory import WorkingMemory
-from workers.engines.transformers.rooms import Rooms
+from workers.engines.transformers.memory import Rooms, WorkingMemory
 
 CLAIM = Claim()
 TOLERANCE = 1e-4  # float32 sums in another order

@@ -29,15 +29,15 @@ from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
 from tests.workers.transports.owner import SECRET, RemoteOwner
 from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Compute
 from workers.handoff import Handoffs, HandoffTarget
 from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import block_bytes
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
 from workers.pool.tickets import TicketOffice
+from workers.transports import site_here
 from workers.transports.readers import Readers
-from workers.transports.site import site_here
 
 SOURCE_LAYOUT = LAYOUT
 TARGET_LAYOUT = KVLayout(num_layers=4, num_kv_heads=3, head_dim=8, block_tokens=8, dtype="float32")

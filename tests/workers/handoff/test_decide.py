@@ -13,9 +13,7 @@ from tests.workers.pool.support import SALT, ManualClock, random_kv
 from workers.api.errors import KvrelayError, NoTime, PrefillCheaper, from_reply
 from workers.api.schemas import LeaseRequest
 from workers.engines.rates import FRESH_S, Costs, RateMeter
-from workers.handoff.decide import Ask, decide
-from workers.handoff.made import Made
-from workers.handoff.plan import Plan
+from workers.handoff.plan import Ask, Made, Plan, decide
 from workers.pool.entries import Span
 
 ASK = Ask(head=4, reused=0, end=1984, standing=2048, block_tokens=32, remaining_s=5.0, share=0.125)

@@ -18,7 +18,7 @@ from workers.api.errors import CacheNotFound, CacheStale, DeadlineExceeded, Kvre
 from workers.api.schemas import PoolExport, TransferReply
 from workers.pool.segment import SHM
 from workers.transports.lender import Lender
-from workers.transports.threads import THREADS_EACH
+from workers.transports.readers import THREADS_EACH
 
 NUM = 200
 

@@ -9,8 +9,7 @@ from mappers.cache import KVCache
 from mappers.manifest import KINDS
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from workers.api.errors import InvalidRequest
-from workers.pool.blocks import block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
-from workers.pool.span import BlockSpan
+from workers.pool.blocks import BlockSpan, block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
 
 NUM_BLOCKS = 12
 SIZE = LAYOUT.block_tokens

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.pool.entries import CacheEntry
-from workers.pool.evict import choose_victims
+from workers.pool.tables import choose_victims
 
 NUM_BLOCKS = 8
 

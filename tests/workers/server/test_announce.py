@@ -17,8 +17,7 @@ from workers.api.config import SettingsError, with_password
 from workers.api.errors import InvalidRequest
 from workers.api.heartbeat import Board
 from workers.api.schemas import PrefillRequest, TransferReply
-from workers.process import serve
-from workers.serving.announce import announced
+from workers.process import announced, serve
 
 
 async def handed_over(cache_id: str, large: Served) -> TransferReply:

@@ -14,7 +14,7 @@ from tests.workers.engines import tiny
 from tests.workers.server.support import SALT, SECRET, TALK, Served, chat_request, content, serving, until
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
 from workers.api.schemas import SECRET_HEADER, Message, PrefillRequest
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Compute
 
 USER = {"role": "user", "content": "The dog?"}
 CHAT = {"messages": [USER], "tenant_salt": SALT, "temperature": 0}

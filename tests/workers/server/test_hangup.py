@@ -17,7 +17,7 @@ from tests.serving import free_socket, url_of
 from tests.workers.server.support import SALT, SECRET, Served, content, counts, serving, until
 from workers.api.http.protocol import Protocol
 from workers.api.schemas import SECRET_HEADER
-from workers.engines.compute import Compute
+from workers.engines.scheduling import Compute
 
 LONG = {"messages": [{"role": "user", "content": "fox " * 300}], "tenant_salt": SALT, "max_tokens": 700}
 TCP_ESTABLISHED = 1

@@ -13,7 +13,7 @@ from mappers.models import read
 from tests.workers.engines import tiny
 from tests.workers.server.support import OTHER_SALT, SALT
 from workers.engines import load_engine
-from workers.serving.heads import MAX_KEPT, MAX_KEPT_TOKENS, Heads
+from workers.serving.transfer import MAX_KEPT, MAX_KEPT_TOKENS, Heads
 
 IDS = tiny.random_tokens(4)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.workers.server.support import Served, until
-from workers import heap
+from workers.serving.worker import trim_heap_forever
 
 PIECE_BYTES, NUM_PIECES = 64 * 1024, 1000  # each below what malloc takes from the system apart
 
@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 
 @asynccontextmanager
 async def kept_small() -> AsyncIterator[None]:
-    keeping = asyncio.create_task(heap.keep_small(0.02))
+    keeping = asyncio.create_task(trim_heap_forever(0.02))
     yield
     keeping.cancel()
     await asyncio.wait([keeping])
@@ -38,4 +38,4 @@ async def test_gaps_go_back_to_the_system() -> None:
 
 async def test_a_worker_sees_to_it(served: Served) -> None:
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
-    assert names.count(heap.keep_small.__qualname__) == 1
+    assert names.count(trim_heap_forever.__qualname__) == 1

@@ -17,7 +17,7 @@ from workers.api.config import SettingsError
 from workers.api.errors import CacheNotFound, InvalidRequest
 from workers.api.schemas import KVTransferParams, LeaseRequest, PrefillReply, PrefillRequest
 from workers.pool.segment import SHM
-from workers.serving.recall import Recalls
+from workers.serving.reuse import Recalls
 from workers.settings import TcpSettings
 from workers.transports import choose
 

@@ -22,8 +22,8 @@ from tests.workers.server.support import SALT, TALK, Served, bundle, content, se
 from tests.workers.server.test_upgrade import Watched
 from workers.api.errors import BundleUnusable, CacheNotFound, PoolFull
 from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, Message, PrefillRequest, TransferReply
+from workers.bundles import Comparison, Window
 from workers.engines.transformers.engine import TransformersEngine
-from workers.quality import Comparison, Window
 from workers.serving.idle import STEP_TOKENS
 from workers.serving.shadow import MAX_WAITING, Shadow, compare
 

@@ -19,10 +19,9 @@ from tests.workers.engines import tiny
 from tests.workers.server.support import QUESTION, SALT, TALK, Served, content, serving, transfer_request, until
 from workers.api.errors import CacheNotFound, Overloaded, PoolFull
 from workers.api.schemas import Message, PrefillRequest
-from workers.engines.compute import BACKGROUND, Compute
+from workers.engines.scheduling import BACKGROUND, Compute
 from workers.pool.entries import CacheEntry, Span
-from workers.serving.idle import STEP_TOKENS
-from workers.serving.upgrade import MIN_LIFE_S, Upgrader, Uses, choose_hot
+from workers.serving.idle import MIN_LIFE_S, STEP_TOKENS, Upgrader, Uses, choose_hot
 
 IDLE_S = 0.05
 NUM = 12

@@ -10,9 +10,8 @@ from workers.api.errors import CacheStale, TransferFailed
 from workers.api.schemas import PoolExport, Site
 from workers.pool.arena import Arena, HeapArena, new_epoch
 from workers.pool.blocks import copy_in
-from workers.transports import TRANSPORTS, choose, load_transport
+from workers.transports import TRANSPORTS, choose, load_transport, site_here
 from workers.transports.base import MemoryReader
-from workers.transports.site import site_here
 
 
 class InterruptedReader(MemoryReader):

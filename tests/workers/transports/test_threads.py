@@ -10,8 +10,7 @@ from tests.workers.pool.support import LAYOUT, random_kv
 from workers.api.errors import CacheStale, WorkerUnavailable
 from workers.pool.arena import HeapArena, new_epoch
 from workers.pool.blocks import copy_in
-from workers.transports.readers import Readers
-from workers.transports.threads import PeerThreads
+from workers.transports.readers import PeerThreads, Readers
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """`TransformersEngine`: sequences over one model, one bounded step at a time on the compute thread.
 
 A prompt is read a chunk a step, each sequence for itself; the tokens of answers are written by all of them together, a
-round a step (`workers.engines.rounds`). Steps of equal priority run in the order in which they came.
-"""
+round a step (`workers.engines.scheduling`). Steps of equal priority run in the order in which they came.
+
+`Sampler`: one token out of logits, by transformers' own warpers.
+
+Loads a Hugging Face model, its tokenizer and what the worker must know of them, from a folder or a hub name."""
 
 from __future__ import annotations
 
@@ -11,24 +14,31 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from mappers.cache import KVCache, KVGeometry
-from workers.engines.admission import Admission, Claim
-from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence
-from workers.engines.compute import BACKGROUND, Compute
+from mappers.errors import MapperError
+from mappers.models import load_tokenizer, local_folder
+from workers.api.config import SettingsError
+from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence, describe
 from workers.engines.rates import RateMeter
-from workers.engines.rounds import Rounds
-from workers.engines.threads import share_out_here
+from workers.engines.scheduling import BACKGROUND, Admission, Claim, Compute, Rounds, share_out_here
 from workers.engines.tokenizer import Tokenizer
-from workers.engines.transformers.batch import can_batch, decode
-from workers.engines.transformers.memory import WorkingMemory
-from workers.engines.transformers.rooms import Rooms
-from workers.engines.transformers.sampling import Sampler
+from workers.engines.transformers.forward import attention_for, can_batch, decode, make_rowwise
+from workers.engines.transformers.memory import Rooms, WorkingMemory
+from workers.settings import WorkerSettings
 
 R = TypeVar("R")
 
@@ -46,7 +56,7 @@ class Row:
 
 
 class TransformersEngine(Engine):
-    """Runs `model` on a thread of its own with `num_threads` of the CPU. See `workers.engines.transformers.loading`."""
+    """Runs `model` on a thread of its own with `num_threads` of the CPU. See `workers.engines.transformers.engine`."""
 
     name = "transformers"
     tells_distributions = True
@@ -213,3 +223,76 @@ def _chosen(sampler: Sampler, logits: Tensor) -> Token | Exception:
 def _on_start(num_threads: int) -> None:
     share_out_here(num_threads)
     torch.set_grad_enabled(False)  # for this thread only
+
+
+MIN_TEMPERATURE = 1e-5  # below it, logits that are divided by it are numbers no more; so it is greedy, as in vLLM
+
+
+class Sampler:
+    """Draws the tokens of one answer. With a seed, the same logits give the same tokens."""
+
+    def __init__(self, sampling: Sampling, device: torch.device):
+        self._greedy = sampling.temperature < MIN_TEMPERATURE
+        self._num_top = sampling.num_top
+        self._warpers = LogitsProcessorList()
+        if not self._greedy and sampling.temperature != 1:
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if not self._greedy and sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self._generator = torch.Generator(device)
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def choose(self, logits: Tensor) -> Token:
+        """`logits` is `(vocab,)`."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        token_id = int(logprobs.argmax()) if self._greedy else self._draw(logits.float())
+        return Token(token_id, float(logprobs[token_id]), _top(logprobs, self._num_top))
+
+    def _draw(self, logits: Tensor) -> int:
+        scores = self._warpers(torch.empty((1, 0), dtype=torch.long, device=logits.device), logits[None])
+        return int(torch.multinomial(scores.softmax(dim=-1)[0], 1, generator=self._generator))
+
+
+def _top(logprobs: Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+    if not num_top:
+        return ()
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def load(settings: WorkerSettings) -> TransformersEngine:
+    """The engine of one worker, its model in memory. Raises `SettingsError`."""
+    torch.set_num_threads(1)  # only the engine's own thread shares its work out
+    disable_progress_bar()  # a worker's log is no terminal
+    try:
+        folder = local_folder(settings.model)
+        model = _load_model(settings, folder)
+        info = describe(settings, folder, model.config, model.generation_config)
+        tokenizer = Tokenizer(
+            load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size, max_tokens=info.max_model_len
+        )
+    except MapperError as error:
+        raise SettingsError(f"worker {settings.id!r}: {error}") from error
+    admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)
+    return TransformersEngine(model, info, tokenizer, admission, settings.num_threads)
+
+
+def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
+    device = torch.device(settings.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"worker {settings.id!r}: device {settings.device!r}; CUDA devices here: {torch.cuda.device_count()}"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, settings.dtype), attn_implementation=attention_for(device)
+        )
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"worker {settings.id!r}: cannot load model {settings.model!r}: {error}") from error
+    loaded: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+    if can_batch(loaded):
+        make_rowwise(loaded)
+    return loaded

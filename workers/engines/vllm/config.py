@@ -21,10 +21,9 @@ from workers.api.errors import KvrelayError
 from workers.api.process import ParentWatchError, die_with_parent
 from workers.api.schemas import KVLayout
 from workers.bundles import Bundles, load_bundles
-from workers.engines.vllm.exchange import create_exchange
-from workers.engines.vllm.moving import PagedCache, WorkerSide
 from workers.engines.vllm.plan import Target
-from workers.engines.vllm.scheduling import SchedulerSide
+from workers.engines.vllm.scheduler import SchedulerSide, create_exchange
+from workers.engines.vllm.worker import PagedCache, WorkerSide
 from workers.settings import Gate, first_problem
 
 _LAYER = re.compile(r"\.(\d+)\.")

@@ -31,11 +31,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from workers.engines.vllm.config import ConnectorSettings, EngineModel
-from workers.engines.vllm.moving import PagedCache, WorkerSide
-from workers.engines.vllm.paged import CpuLayout, CudaLayout, PagedLayout
-from workers.engines.vllm.scheduling import SchedulerSide
-from workers.engines.vllm.shards import Heads, heads_of
-from workers.engines.vllm.steps import StepWork
+from workers.engines.vllm.paged import CpuLayout, CudaLayout, Heads, PagedLayout, heads_of
+from workers.engines.vllm.plan import StepWork
+from workers.engines.vllm.scheduler import SchedulerSide
+from workers.engines.vllm.worker import PagedCache, WorkerSide
 
 WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 

@@ -33,7 +33,6 @@ from mappers.cache import KVCache
 from workers.api.errors import CacheStale, DeadlineExceeded, InvalidRequest, Overloaded, WorkerUnavailable
 from workers.api.schemas import Ticket
 from workers.digest import token_digest
-from workers.engines.admission import Admission, Claim
 from workers.engines.base import (
     MIN_LOADED_TOKENS,
     Engine,
@@ -44,11 +43,11 @@ from workers.engines.base import (
     Token,
     TokenSequence,
 )
-from workers.engines.compute import BACKGROUND, Compute
 from workers.engines.rates import RateMeter
+from workers.engines.scheduling import BACKGROUND, Admission, Claim, Compute
 from workers.engines.tokenizer import Tokenizer
-from workers.engines.vllm.moving import Sources
-from workers.engines.vllm.params import Lent, LoadPart, Publish, TransferParams, TransferReport
+from workers.engines.vllm.plan import Lent, LoadPart, Publish, TransferParams, TransferReport
+from workers.engines.vllm.worker import Sources
 from workers.pool.entries import new_cache_id
 
 log = logging.getLogger(__name__)

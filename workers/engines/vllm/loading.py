@@ -13,11 +13,8 @@ from transformers import AutoConfig, GenerationConfig
 from mappers.errors import MapperError
 from mappers.models import load_tokenizer, local_folder
 from workers.api.config import SettingsError
-from workers.engines.admission import Admission
-from workers.engines.base import ModelInfo
-from workers.engines.compute import Compute
-from workers.engines.described import describe
-from workers.engines.threads import share_out_here
+from workers.engines.base import ModelInfo, describe
+from workers.engines.scheduling import Admission, Compute, share_out_here
 from workers.engines.tokenizer import Tokenizer
 from workers.settings import WorkerSettings
 

@@ -1,4 +1,6 @@
-"""How keys and values lie in one layer of vLLM's paged cache, and copies between there and `(H, T, D)`.
+"""Which KV heads a worker of a tensor-parallel group holds.
+
+How keys and values lie in one layer of vLLM's paged cache, and copies between there and `(H, T, D)`.
 
     [blocks, heads, block_tokens, 2 * head_dim]
     CPU     a head's keys, then its values; inside, packed as the processor's kernels want it; vLLM's operation writes
@@ -12,12 +14,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workers.api.errors import TransferFailed
 from workers.pool.blocks import check_blocks, check_range
+
+
+@dataclass(frozen=True)
+class Heads:
+    """KV heads `[begin, end)` of the model."""
+
+    begin: int
+    end: int
+
+    @property
+    def part(self) -> slice:
+        return slice(self.begin, self.end)
+
+
+def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> Heads:
+    """As vLLM shares them: each rank an equal run of heads; with fewer heads than ranks, each head on several ranks."""
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise ValueError(f"{num_kv_heads} KV heads cannot be shared equally among {num_ranks} ranks")
+    if num_kv_heads >= num_ranks:
+        size = num_kv_heads // num_ranks
+        return Heads(rank * size, (rank + 1) * size)
+    head = rank * num_kv_heads // num_ranks
+    return Heads(head, head + 1)
+
 
 # Writes tokens (T, H, D) of keys and of values into the caches (blocks, H, block_tokens, D), at slots (T,).
 WriteOp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mappers.fingerprint import default_cache_folder, file_digest
-from workers.families import Family, Say
-from workers.families.corpora import sharegpt
-from workers.families.derived import is_made, make, recipe_fingerprint
-from workers.families.sources import SMOLLM2, drop, fetch
+from workers.families import Family, Say, is_made, make, recipe_fingerprint
+from workers.families.sources import SMOLLM2, drop, fetch, sharegpt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from workers.families import Family, Say
-from workers.families.corpora import classics
+from workers.families.sources import classics
 
 HERE = Path(__file__).parent
 

@@ -20,19 +20,27 @@ from typing import Any, Protocol
 
 from workers.api.errors import KvrelayError
 from workers.api.logs import exception_fields
-from workers.engines.vllm.params import Publish, TransferParams, TransferReport, parse
+from workers.api.schemas import KVLayout
 from workers.engines.vllm.plan import (
+    Load,
     Part,
+    Publish,
+    Save,
+    StepWork,
     Target,
+    TransferParams,
+    TransferReport,
     check_prompt,
     isolating_salt,
+    parse,
     plan_load,
     provenance_of,
 )
-from workers.engines.vllm.steps import Load, Save, StepWork
+from workers.pool.arena import create_arena, new_epoch
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import EXACT, Hold, Lease, Span
 from workers.pool.pool import Pool
+from workers.pool.segment import reclaim_dead_segments
 from workers.pool.tickets import TicketOffice
 
 log = logging.getLogger(__name__)
@@ -99,6 +107,15 @@ class RequestState:
             self.loaded_tokens = min(self.loaded_tokens, lost[0] * block_tokens)
         self.is_loaded = not self.is_broken
         return bool(lost)
+
+
+def create_exchange(name: str, layout: KVLayout, budget_bytes: int, fingerprint: str) -> Pool:
+    """A pool in shared memory. Raises `PoolMemoryError` where it does not fit."""
+    reclaim_dead_segments()
+    arena = create_arena(
+        "shm", layout, budget_bytes, worker=name, epoch=new_epoch(), budget="exchange_bytes"
+    )
+    return Pool(arena, fingerprint)
 
 
 @dataclass

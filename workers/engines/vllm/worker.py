@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mappers.mapper import Mapper
-from workers.api.errors import BundleUnusable, KvrelayError
+from workers.api.errors import BundleUnusable, KvrelayError, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Ticket
-from workers.engines.vllm.exchange import ExchangeWriter
-from workers.engines.vllm.paged import PagedLayout
-from workers.engines.vllm.plan import Part
-from workers.engines.vllm.shards import Heads
-from workers.engines.vllm.steps import Load, Save, StepWork
+from workers.engines.vllm.paged import Heads, PagedLayout
+from workers.engines.vllm.plan import Load, Part, Save, StepWork
 from workers.handoff import chunks
+from workers.pool.arena import segment_data
+from workers.pool.blocks import check_blocks, copy_layer_in
+from workers.pool.segment import Segment
 from workers.transports import load_transport
 from workers.transports.base import Reader
 
@@ -69,6 +69,26 @@ class Sources:
     def _close(self, is_wanted: Callable[[Reader], bool]) -> None:
         for epoch in [epoch for epoch, reader in self._open.items() if is_wanted(reader)]:
             self._open.pop(epoch).close()
+
+
+class ExchangeWriter:
+    """The exchange's blocks, opened for writing by a worker of the same user and host."""
+
+    def __init__(self, export: PoolExport, layout: KVLayout):
+        self._segment = Segment.attach(str(export.address["name"]), writable=True)
+        self._num_blocks = export.num_blocks
+        self._data: Tensor | None = segment_data(self._segment, layout)  # (num_blocks, L, 2, block_tokens, H, D)
+
+    def write(self, blocks: Sequence[int], layer: int, heads: Heads, keys: Tensor, values: Tensor) -> None:
+        """One layer of a sequence from token 0 on, of some heads: `(heads, T, D)` each."""
+        if self._data is None:
+            raise TransferFailed("the exchange has been closed here")
+        check_blocks(blocks, self._num_blocks, TransferFailed)
+        copy_layer_in(self._data[..., heads.part, :], blocks, 0, layer, keys.cpu(), values.cpu())
+
+    def close(self) -> None:
+        self._data = None
+        self._segment.close()
 
 
 class WorkerSide:
