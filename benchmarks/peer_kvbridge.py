@@ -38,14 +38,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from mappers import Evaluation, KVCache, Mapper, MapperError, QualityProtocol, fit
-from mappers.choose import WAYS
+from mappers import Evaluation, FitSettings, KVCache, Mapper, MapperError, QualityProtocol, evaluate, fit
+from mappers.choose import SEARCHES
 from mappers.collect import MAX_DOCUMENT_TOKENS
-from mappers.commands.common import Meter, Pair, numbers, pair_of_family, say
-from mappers.evaluate import judge_all
+from mappers.commands.common import Meter, Pair, pair_of_family, say, token_counts
 from mappers.families import find_family
-from mappers.fit import DEFAULT_HEAD
-from mappers.models import load_model, load_tokenizer, read
+from mappers.manifest import DEFAULT_HEAD
+from mappers.models import load_model, load_tokenizer, prefill
 from mappers.rope import Rope
 from mappers.scores import PairedRatio, paired
 from mappers.speed import measure
@@ -191,9 +190,9 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     peer_mapper = PeerMapper(peer, theirs, ropes, ours.manifest)
     mappers = {"kvrelay": ours, "kvbridge": peer_mapper}
     # 3. The maps, turn by turn; and what the target makes of them.
-    map_ms = _map_times(mappers, read(models[0], _long(texts)), options.repeats)
+    map_ms = _map_times(mappers, prefill(models[0], _long(texts)), options.repeats)
     protocol = QualityProtocol(options.lengths, options.documents, num_controls=options.documents)
-    judged = judge_all(
+    judged = evaluate(
         list(mappers.values()),  # type: ignore[arg-type]
         *models,
         pair.documents("test"),
@@ -222,7 +221,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "no_cache": without.ppl_ratio if without else None,
         "rows": [asdict(row) for row in rows],
         "paired": [told(paired(arm, judged[0].scores, judged[1].scores)) for arm in PAIRED_ARMS],
-        "kvrelay_speed": measure(ours).told,
+        "kvrelay_speed": measure(ours).as_json(),
     }
 
 
@@ -295,11 +294,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4, help="source layers a target layer (default %(default)s)")
     parser.add_argument("--method", default="ridge", help="of ours (default %(default)s)")
     parser.add_argument("--joint", action="store_true", help="ours computes keys and values from both")
-    parser.add_argument("--choose", default="top", help=f"how ours chooses layers: {', '.join(sorted(WAYS))}")
+    parser.add_argument("--choose", default="top", help=f"how ours chooses layers: {', '.join(sorted(SEARCHES))}")
     parser.add_argument("--no-copies", action="store_true", help="fit layers that both models share as well")
     parser.add_argument("--fits", type=int, default=1, help="how often both fit (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="how often both map (default %(default)s)")
-    parser.add_argument("--lengths", type=numbers, default=(384, 1024), help="prefix lengths (384,1024)")
+    parser.add_argument("--lengths", type=token_counts, default=(384, 1024), help="prefix lengths (384,1024)")
     parser.add_argument("--documents", type=int, default=10, help="test documents at each (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -319,18 +318,20 @@ def _our_fit(pair: Pair, texts: list[list[int]], options: argparse.Namespace) ->
             pair.source,
             pair.target,
             documents(clock),
-            method=options.method,
-            layers=options.layers,
-            joint=options.joint,
-            choose=options.choose,
-            copies=not options.no_copies,
-            precision="float32",
+            FitSettings(
+                method=options.method,
+                layers=options.layers,
+                joint=options.joint,
+                choose=options.choose,
+                copies=not options.no_copies,
+                precision="float32",
+            ),
         )
     return mapper, time.perf_counter() - clock.seconds - begun[0]
 
 
 def _example(peer: Peer, models: tuple[Any, Any], ropes: tuple[Rope, Rope], ids: list[int]) -> tuple[Any, Any]:
-    caches = (read(model, ids).slice(DEFAULT_HEAD, len(ids)) for model in models)
+    caches = (prefill(model, ids).slice(DEFAULT_HEAD, len(ids)) for model in models)
     source, target = (peer.cache(cache, rope) for cache, rope in zip(caches, ropes, strict=True))
     return source, target
 

@@ -1,7 +1,10 @@
 """Moves a KV cache from one model to another by a closed-form linear map: `KVCache` in, `KVCache` out.
 
-Knows no HTTP, no pool, no worker. What is listed here is imported when it is first asked for: `import mappers` alone
-costs nothing and needs no torch.
+    fit        collect ─► choose, by a method ─► bundle
+    map        bundle ─► mapper ─► apply
+    evaluate   protocol ─► arms ─► scores ─► report
+
+Knows no HTTP, no pool, no worker. Public names are imported on first use: `import mappers` alone needs no torch.
 """
 
 import sys
@@ -10,103 +13,84 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mappers.bundle import load, load_manifest, save
-    from mappers.cache import KVCache, KVGeometry
-    from mappers.compose import compose
-    from mappers.errors import (
-        BundleCorrupt,
-        CalibrationTooSmall,
-        CheckpointMismatch,
-        DataUnreadable,
-        FingerprintMismatch,
-        GeometryMismatch,
-        MapperError,
-        PositionOutOfRange,
-        RankDeficient,
-        TokenizerMismatch,
-        UnknownFamily,
-        UnknownMethod,
-        UnsupportedModel,
-    )
-    from mappers.evaluate import evaluate, evaluate_all
-    from mappers.fingerprint import content_digest, fingerprint, tokenizer_digest
-    from mappers.fit import fit
-    from mappers.manifest import ArmScore, Evaluation, Manifest, QualityGate
-    from mappers.mapper import Mapper, replay
-    from mappers.protocol import QualityProtocol
+    from mappers.bundle import load as load
+    from mappers.bundle import load_manifest as load_manifest
+    from mappers.bundle import save as save
+    from mappers.cache import KVCache as KVCache
+    from mappers.cache import KVGeometry as KVGeometry
+    from mappers.compose import compose as compose
+    from mappers.errors import BundleCorrupt as BundleCorrupt
+    from mappers.errors import CalibrationTooSmall as CalibrationTooSmall
+    from mappers.errors import CheckpointMismatch as CheckpointMismatch
+    from mappers.errors import DataUnreadable as DataUnreadable
+    from mappers.errors import FingerprintMismatch as FingerprintMismatch
+    from mappers.errors import GeometryMismatch as GeometryMismatch
+    from mappers.errors import MapperError as MapperError
+    from mappers.errors import PositionOutOfRange as PositionOutOfRange
+    from mappers.errors import RankDeficient as RankDeficient
+    from mappers.errors import TokenizerMismatch as TokenizerMismatch
+    from mappers.errors import UnknownFamily as UnknownFamily
+    from mappers.errors import UnknownMethod as UnknownMethod
+    from mappers.errors import UnsupportedModel as UnsupportedModel
+    from mappers.evaluate import evaluate as evaluate
+    from mappers.fingerprint import content_digest as content_digest
+    from mappers.fingerprint import fingerprint as fingerprint
+    from mappers.fingerprint import tokenizer_digest as tokenizer_digest
+    from mappers.fit import fit as fit
+    from mappers.manifest import ArmScore as ArmScore
+    from mappers.manifest import Evaluation as Evaluation
+    from mappers.manifest import Manifest as Manifest
+    from mappers.manifest import QualityGate as QualityGate
+    from mappers.mapper import Mapper as Mapper
+    from mappers.mapper import replay as replay
+    from mappers.protocol import QualityProtocol as QualityProtocol
+    from mappers.settings import FitSettings as FitSettings
 
-__all__ = [
-    "ArmScore",
-    "BundleCorrupt",
-    "CalibrationTooSmall",
-    "CheckpointMismatch",
-    "DataUnreadable",
-    "Evaluation",
-    "FingerprintMismatch",
-    "QualityGate",
-    "GeometryMismatch",
-    "KVCache",
-    "KVGeometry",
-    "Manifest",
-    "Mapper",
-    "MapperError",
-    "PositionOutOfRange",
-    "QualityProtocol",
-    "RankDeficient",
-    "TokenizerMismatch",
-    "UnknownFamily",
-    "UnknownMethod",
-    "UnsupportedModel",
-    "compose",
-    "content_digest",
-    "evaluate",
-    "evaluate_all",
-    "fingerprint",
-    "fit",
-    "load",
-    "load_manifest",
-    "replay",
-    "save",
-    "tokenizer_digest",
-]
-
-_HOMES = {
-    "ArmScore": "manifest",
-    "Evaluation": "manifest",
-    "QualityGate": "manifest",
-    "KVCache": "cache",
-    "KVGeometry": "cache",
-    "Manifest": "manifest",
-    "Mapper": "mapper",
-    "QualityProtocol": "protocol",
-    "compose": "compose",
-    "content_digest": "fingerprint",
-    "evaluate": "evaluate",
-    "evaluate_all": "evaluate",
-    "fingerprint": "fingerprint",
-    "fit": "fit",
-    "load": "bundle",
-    "load_manifest": "bundle",
-    "replay": "mapper",
-    "save": "bundle",
-    "tokenizer_digest": "fingerprint",
-}  # the others are errors
+_NAMES = {
+    "bundle": ("load", "load_manifest", "save"),
+    "cache": ("KVCache", "KVGeometry"),
+    "compose": ("compose",),
+    "errors": (
+        "BundleCorrupt",
+        "CalibrationTooSmall",
+        "CheckpointMismatch",
+        "DataUnreadable",
+        "FingerprintMismatch",
+        "GeometryMismatch",
+        "MapperError",
+        "PositionOutOfRange",
+        "RankDeficient",
+        "TokenizerMismatch",
+        "UnknownFamily",
+        "UnknownMethod",
+        "UnsupportedModel",
+    ),
+    "evaluate": ("evaluate",),
+    "fingerprint": ("content_digest", "fingerprint", "tokenizer_digest"),
+    "fit": ("fit",),
+    "manifest": ("ArmScore", "Evaluation", "Manifest", "QualityGate"),
+    "mapper": ("Mapper", "replay"),
+    "protocol": ("QualityProtocol",),
+    "settings": ("FitSettings",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)
 
 
-class _Package(ModuleType):
-    """Imports what is asked for. `fit` means the function, also once its module of the same name has been imported."""
+class _LazyPackage(ModuleType):
+    """Imports public names on first access. `fit` is the function, even after its module of that name is imported."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
+        if name not in _MODULES:
             raise AttributeError(f"module 'mappers' has no attribute {name!r}")
-        return getattr(import_module(f"mappers.{_HOMES.get(name, 'errors')}"), name)
+        return getattr(import_module(f"mappers.{_MODULES[name]}"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in __all__ or not isinstance(value, ModuleType):
+        if name not in _MODULES or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        return sorted({*super().__dir__(), *_MODULES})
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _LazyPackage

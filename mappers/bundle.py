@@ -1,6 +1,6 @@
-"""A mapper on disk: a folder with `manifest.json` and `weights.safetensors`, digested whole, written atomically.
+"""A mapper on disk: a folder with `manifest.json` and `weights.safetensors`, covered by digests, written atomically.
 
-Once it has been judged, `report.html` may stand beside them: its evaluation to look at, which no map needs.
+After an evaluation the folder may also contain `report.html`. Mapping does not need it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ REPORT = "report.html"
 
 
 def load(path: str | Path, device: str = "cpu") -> Mapper:
-    """The mapper in folder `path`, its digests verified. Raises `BundleCorrupt`."""
+    """Load the mapper in folder `path` and verify its digests. Raises `BundleCorrupt`."""
     path = Path(path)
     manifest = load_manifest(path)
-    return Mapper(manifest, _load_weights(path, manifest), device)
+    data = _read_verified(path / WEIGHTS, manifest.weights_sha256)
+    try:
+        weights = safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise BundleCorrupt(f"{path / WEIGHTS}: {error}") from error
+    return Mapper(manifest, weights, device)
 
 
 def verify(path: str | Path) -> Mapper:
-    """The mapper, everything that stands with it verified: its report as well. Raises `BundleCorrupt`."""
+    """Load the mapper and verify its report as well. Raises `BundleCorrupt`."""
     mapper = load(path)
-    if wanted := mapper.manifest.report_sha256:
-        _read_verified(Path(path) / REPORT, wanted)
+    if digest := mapper.manifest.report_sha256:
+        _read_verified(Path(path) / REPORT, digest)
     return mapper
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """Only what a bundle says about itself; verifies the manifest, not the weights. Raises `BundleCorrupt`."""
+    """Load and verify the manifest alone, without the weights. Raises `BundleCorrupt`."""
     path = Path(path) / MANIFEST
     try:
         raw: Any = json.loads(path.read_bytes())
@@ -52,7 +57,7 @@ def load_manifest(path: str | Path) -> Manifest:
         raise BundleCorrupt(f"{path} is not JSON") from error
     if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
         found = raw.get("format_version") if isinstance(raw, dict) else None
-        raise BundleCorrupt(f"{path} has format version {found!r}; this kvrelay reads {FORMAT_VERSION}")
+        raise BundleCorrupt(f"{path} has format version {found!r}; supported: {FORMAT_VERSION}")
     if raw.get("digest") != digest_of(raw):
         raise BundleCorrupt(f"{path} does not match its digest")
     try:
@@ -62,43 +67,54 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def seal(manifest: Manifest, weights: dict[str, Tensor], device: str = "cpu") -> Mapper:
-    """A mapper whose manifest names these weights by their digest."""
-    digest = hashlib.sha256(_serialised(weights)).hexdigest()
+    """Return a mapper whose manifest contains the digest of these weights."""
+    digest = hashlib.sha256(_serialise(weights)).hexdigest()
     return Mapper(manifest.model_copy(update={"weights_sha256": digest}), weights, device)
 
 
 def save(mapper: Mapper, path: str | Path) -> Mapper:
-    """Write the mapper to folder `path`, atomically; a bundle that stood there is replaced. Gives it as loaded back.
+    """Write the mapper to folder `path` atomically, replacing an existing bundle. Return it as loaded again.
 
-    A report stays with the folder that it was written to. Raises `MapperError` for a path that can't be written.
+    A report is not copied to a new folder. Raises `MapperError` if the path cannot be written.
     """
     path = Path(path)
     check_replaceable(path)
     try:
-        return _saved(mapper, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            (scratch / WEIGHTS).write_bytes(_serialise(mapper.weights))
+            sealed = seal(mapper.manifest, mapper.weights).manifest
+            _write_manifest(scratch, sealed.model_copy(update={"report_sha256": ""}))
+            loaded = load(scratch)
+            scratch.chmod(0o755)
+            _move_into_place(scratch, path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return loaded
     except OSError as error:
         raise MapperError(f"cannot write bundle {path}: {error.strerror}") from error
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise `MapperError` for a path where something stands that is no bundle."""
+    """Raise `MapperError` if something other than a bundle exists at `path`."""
     if path.exists() and not (path / MANIFEST).exists():
-        raise MapperError(f"{path} exists and is no bundle; allowed: a new path, or a bundle to replace")
+        raise MapperError(f"{path} exists and is not a bundle; allowed: a new path, or a bundle to replace")
 
 
 def update(path: str | Path, *, report: str | None = None, **changes: Any) -> Manifest:
-    """Replace fields of a bundle's manifest that do not change the map (`evaluation`, `gate`), atomically.
+    """Replace fields of a bundle's manifest that do not affect the map (`evaluation`, `gate`), atomically.
 
-    `report` is the page of a new evaluation; that of an older one is removed. Raises `MapperError` for other fields,
-    and for a folder that can't be written.
+    `report` is the HTML page of a new evaluation; the page of an older one is removed. Raises `MapperError` for other
+    fields, and for a folder that cannot be written.
     """
     folder, manifest = Path(path), load_manifest(path)
     changed = manifest.model_copy(update=changes)
     if changed.bundle_id != manifest.bundle_id:
-        raise MapperError(f"{', '.join(changes)} would make it another bundle; allowed: evaluation, gate")
+        raise MapperError(f"{', '.join(changes)} would change the bundle's id; allowed: evaluation, gate")
     try:
         if "evaluation" in changes:
-            # Whatever comes between, no evaluation stands there beside the report of another.
+            # The manifest is written without a report first: an interrupt never leaves one beside another's report.
             _write_manifest(folder, changed.model_copy(update={"report_sha256": ""}))
             changed = changed.model_copy(update={"report_sha256": _put_report(folder, report)})
         return _write_manifest(folder, changed)
@@ -106,23 +122,8 @@ def update(path: str | Path, *, report: str | None = None, **changes: Any) -> Ma
         raise MapperError(f"cannot write to bundle {path}: {error.strerror}") from error
 
 
-def _saved(mapper: Mapper, path: Path) -> Mapper:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        (scratch / WEIGHTS).write_bytes(_serialised(mapper.weights))
-        sealed = seal(mapper.manifest, mapper.weights).manifest
-        _write_manifest(scratch, sealed.model_copy(update={"report_sha256": ""}))
-        loaded = load(scratch)
-        scratch.chmod(0o755)
-        _put_in_place(scratch, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return loaded
-
-
 def _put_report(folder: Path, report: str | None) -> str:
-    """Its SHA-256, empty for none."""
+    """Write or remove the report; return its SHA-256, empty without one."""
     if report is None:
         (folder / REPORT).unlink(missing_ok=True)
         return ""
@@ -137,7 +138,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that all may read, atomically."""
+    """Write a world-readable file atomically."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         scratch = Path(file.name)
         try:
@@ -149,8 +150,8 @@ def _replace(path: Path, text: str) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def _put_in_place(scratch: Path, path: Path) -> None:
-    """Rename `scratch` to `path`: a reader finds the old bundle, or none for an instant, or the new one; no mixture."""
+def _move_into_place(scratch: Path, path: Path) -> None:
+    """Rename `scratch` to `path`. Readers see the old bundle, briefly none, then the new one; never a mixture."""
     if not path.exists():
         scratch.rename(path)
         return
@@ -158,15 +159,6 @@ def _put_in_place(scratch: Path, path: Path) -> None:
     path.rename(old / "bundle")
     scratch.rename(path)
     shutil.rmtree(old)
-
-
-def _load_weights(path: Path, manifest: Manifest) -> dict[str, Tensor]:
-    weights = path / WEIGHTS
-    data = _read_verified(weights, manifest.weights_sha256)
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise BundleCorrupt(f"{weights}: {error}") from error
 
 
 def _read_verified(path: Path, sha256: str) -> bytes:
@@ -179,5 +171,5 @@ def _read_verified(path: Path, sha256: str) -> bytes:
     return data
 
 
-def _serialised(weights: dict[str, Tensor]) -> bytes:
+def _serialise(weights: dict[str, Tensor]) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in weights.items()})

@@ -1,4 +1,4 @@
-"""`KVCache`, the value that `mappers` gives and takes, and `KVGeometry`, its shape. A map takes any `KVChunk`."""
+"""KV caches as values: `KVCache`, its shape `KVGeometry`, and `KVChunk`, the interface a mapper reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """The shape of a model's KV cache: every layer holds `num_kv_heads` keys and values of `head_dim` a token."""
+    """Shape of a model's KV cache. Each layer stores `num_kv_heads` keys and values of size `head_dim` per token."""
 
     num_layers: int
     num_kv_heads: int
@@ -30,8 +30,10 @@ class KVGeometry:
 
 
 class KVChunk(Protocol):
-    """What a map reads: keys and values of tokens in a row, wherever they lie. Keys are post-RoPE; token i stands at
-    position `start + i`. A `KVCache` is one."""
+    """Keys and values of consecutive tokens, in any storage. `KVCache` implements it.
+
+    Keys are post-RoPE. Token i has position `start + i`.
+    """
 
     @property
     def geometry(self) -> KVGeometry: ...
@@ -43,14 +45,16 @@ class KVChunk(Protocol):
     def num_tokens(self) -> int: ...
 
     def parts(self, kind: Kind, layer: int) -> Iterable[Tensor]:
-        """One layer's keys or values, part after part, of n times t tokens each: (n, t, num_kv_heads, head_dim)."""
+        """Yield one layer's keys or values in token order, as tensors (n, t, num_kv_heads, head_dim) of n * t tokens
+        each."""
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of one sequence, a tensor a layer, `(num_kv_heads, num_tokens, head_dim)` each.
+    """Keys and values of one sequence, one tensor (num_kv_heads, num_tokens, head_dim) per layer.
 
-    Keys are post-RoPE; token i of the cache stands at position `start + i`.
+    Keys are post-RoPE. Token i has position `start + i`. Raises `GeometryMismatch` for unequal shapes and for
+    quantised dtypes.
     """
 
     keys: tuple[Tensor, ...]
@@ -59,7 +63,9 @@ class KVCache:
 
     def __post_init__(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
-            raise GeometryMismatch(f"{len(self.keys)} key and {len(self.values)} value layers; need as many, >= 1")
+            raise GeometryMismatch(
+                f"{len(self.keys)} key layers and {len(self.values)} value layers; allowed: an equal number, at least 1"
+            )
         shape = self.keys[0].shape
         for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             if key.shape != shape or value.shape != shape or len(shape) != 3:
@@ -79,11 +85,10 @@ class KVCache:
         return KVGeometry(len(self.keys), heads, dim)
 
     def of(self, kind: Kind) -> tuple[Tensor, ...]:
-        """The layers' keys, or their values."""
         return self.keys if kind == "keys" else self.values
 
     def parts(self, kind: Kind, layer: int) -> Iterable[Tensor]:
-        """(1, num_tokens, num_kv_heads, head_dim) of one layer, as a `KVChunk` gives it."""
+        """Implement `KVChunk.parts` by a single part (1, num_tokens, num_kv_heads, head_dim)."""
         return (self.of(kind)[layer].transpose(0, 1)[None],)
 
     @property
@@ -95,14 +100,14 @@ class KVCache:
         return torch.arange(self.start, self.start + self.num_tokens, device=self.keys[0].device)
 
     def slice(self, begin: int, end: int) -> KVCache:
-        """Tokens `[begin, end)` of this cache, as views, at the positions they had."""
+        """Return views of tokens `[begin, end)`, with their positions unchanged."""
         return KVCache(
             tuple(k[:, begin:end] for k in self.keys), tuple(v[:, begin:end] for v in self.values), self.start + begin
         )
 
     @staticmethod
     def concatenate(parts: Sequence[KVCache]) -> KVCache:
-        """The parts joined; each must begin where the one before ends."""
+        """Join consecutive parts. Raises `GeometryMismatch` for a gap or an overlap."""
         for left, right in zip(parts, parts[1:], strict=False):
             if right.start != left.start + left.num_tokens:
                 raise GeometryMismatch(
@@ -117,5 +122,5 @@ class KVCache:
 
 
 def rows_of(states: Tensor) -> Tensor:
-    """Keys or values of one layer, (H, T, D), as a row a token: (T, H * D)."""
+    """Reshape one layer's keys or values (H, T, D) to one row per token (T, H * D)."""
     return states.transpose(0, 1).flatten(1)

@@ -1,6 +1,6 @@
-"""The statistics of a fit on disk, so that one that was killed goes on where it stood.
+"""Statistics of a fit on disk, so that an interrupted fit resumes.
 
-One file, replaced as a whole: it is the old state or the new one, never a part of one.
+One file, replaced atomically: it holds the old state or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, MapperError
 from mappers.stats import Moments, RowAccumulator
 
-EVERY_S = 300.0
 PARTS = ("mean_x", "mean_y", "xx", "xy", "yy")
-COUNTS = ("count", "mass", "squares", "resolution")  # older files lack the last: theirs are float64 products
+COUNTS = ("count", "mass", "squares", "resolution")  # older files lack the last one; their products are float64
 ROWS = ("x", "y", "weights")
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What a collector knows after `num_documents` documents, whose token ids have the SHA-256 `digest`."""
+    """State of a collector after `num_documents` documents. `digest` is SHA-256 over their token ids."""
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
     @classmethod
     def of(
-        cls, gathered: Sequence[RowAccumulator], finder: CopyFinder, num_documents: int, num_tokens: int, digest: str
+        cls,
+        accumulators: Sequence[RowAccumulator],
+        finder: CopyFinder,
+        num_documents: int,
+        num_tokens: int,
+        digest: str,
     ) -> CheckpointState:
-        moments = {i: each.moments for i, each in enumerate(gathered) if each.moments is not None}
-        batches = {(i, j): batch for i, each in enumerate(gathered) for j, batch in enumerate(each.batches)}
+        moments = {i: each.moments for i, each in enumerate(accumulators) if each.moments is not None}
+        batches = {(i, j): batch for i, each in enumerate(accumulators) for j, batch in enumerate(each.batches)}
         tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in moments.items() for part in PARTS}
         for (i, j), batch in batches.items():
             tensors |= {f"{i}.{j}.{name}": part for name, part in zip(ROWS, batch.parts, strict=True)}
@@ -47,8 +51,8 @@ class CheckpointState:
             for (kind, layer), source in finder.copies.items()
         ]
         facts = {
-            "counts": [[getattr(each.moments, name) for name in COUNTS if each.moments] for each in gathered],
-            "batches": [len(each.batches) for each in gathered],
+            "counts": [[getattr(each.moments, name) for name in COUNTS if each.moments] for each in accumulators],
+            "batches": [len(each.batches) for each in accumulators],
             "copies": copies,
             "num_documents": num_documents,
             "num_tokens": num_tokens,
@@ -74,10 +78,10 @@ class CheckpointState:
             finder.lost[kind, layer], finder.power[kind, layer] = lost, power
         return finder
 
-    def fill(self, gathered: Sequence[RowAccumulator]) -> None:
-        """Put what was gathered back into empty ones of the same shapes."""
-        num_batches = self.facts.get("batches", [0] * len(gathered))  # older files hold moments alone
-        for index, (each, counts, num) in enumerate(zip(gathered, self.facts["counts"], num_batches, strict=True)):
+    def fill(self, accumulators: Sequence[RowAccumulator]) -> None:
+        """Restore the rows and moments into empty accumulators of the same shapes."""
+        num_batches = self.facts.get("batches", [0] * len(accumulators))  # older files hold moments only
+        for index, (each, counts, num) in enumerate(zip(accumulators, self.facts["counts"], num_batches, strict=True)):
             if counts:
                 self._fill_moments(each.fold(), index, counts)
             for batch in range(num):
@@ -91,13 +95,13 @@ class CheckpointState:
         moments.changed()
 
     def check_documents(self, digest: str) -> None:
-        """Raise `CheckpointMismatch` unless these are the documents that were read."""
+        """Raise `CheckpointMismatch` unless `digest` is that of the documents in this state."""
         if digest != self.digest:
-            raise CheckpointMismatch(f"the checkpoint's first {self.num_documents} documents are others than these")
+            raise CheckpointMismatch(f"the checkpoint's first {self.num_documents} documents differ from those given")
 
 
-class _OnDisk(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is asked for: all of them would be as much as what they are put into."""
+class _TensorsOnDisk(Mapping[str, Tensor]):
+    """Tensors of a file, each loaded on access: all at once would double the memory of what they are copied into."""
 
     def __init__(self, path: Path, names: Sequence[str]):
         self._path, self._names = path, names
@@ -114,64 +118,63 @@ class _OnDisk(Mapping[str, Tensor]):
 
 
 class Checkpoint:
-    """A file that holds a fit's statistics and the rows that are not yet part of them, to the last document if it is to
-    be kept (`keep`); readable by its owner alone.
+    """A file with a fit's statistics and the rows not yet folded into them; readable by its owner only.
 
-    `settings` are those of the fit: a file of other ones is refused.
+    With `keep` it is saved up to the last document. `settings` identify the fit; a file of others is refused.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], every_s: float = EVERY_S, keep: bool = False):
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], every_s: float, keep: bool = False):
         self.path, self.keep, self._every_s = Path(path), keep, every_s
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._saved_at = time.monotonic()
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         return time.monotonic() - self._saved_at >= self._every_s
 
     @property
     def is_due_at_end(self) -> bool:
-        """Whether all has been read, and much of it since the last time: the choice of layers may yet be broken off."""
+        """Whether to save after the last document: the choice of layers may be interrupted too."""
         return self.keep or time.monotonic() - self._saved_at >= self._every_s / 10
 
     def load(self) -> CheckpointState | None:
-        """What the file holds; None if there is none. Raises `CheckpointMismatch`."""
+        """Return the stored state, None without a file. Raises `CheckpointMismatch`."""
         if not self.path.exists():
             return None
         try:
             with safetensors.safe_open(self.path, "pt") as file:
                 facts = json.loads(file.metadata()["kvrelay"])
                 self._check(facts["settings"])
-                return CheckpointState(_OnDisk(self.path, list(file.keys())), facts)
+                return CheckpointState(_TensorsOnDisk(self.path, list(file.keys())), facts)
         except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointMismatch):
                 raise
-            raise CheckpointMismatch(f"{self.path} is no checkpoint of a fit; remove it, or name another") from error
+            raise CheckpointMismatch(f"{self.path} is not a checkpoint of a fit; remove it or use another") from error
 
-    def save(self, saved: CheckpointState) -> None:
-        """Replace what the file holds. Raises `MapperError` if it can't be written: then it holds what it held."""
+    def save(self, state: CheckpointState) -> None:
+        """Replace the file. Raises `MapperError` if it cannot be written; then the old state remains."""
         try:
-            self._replace(saved)
+            self._replace(state)
         except (safetensors.SafetensorError, OSError) as error:
             raise MapperError(f"cannot write {self.path}: {error}") from error
         self._saved_at = time.monotonic()
 
-    def _replace(self, saved: CheckpointState) -> None:
+    def _replace(self, state: CheckpointState) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        facts = json.dumps({"settings": self._settings, **saved.facts})
-        scratch = self.path.with_name(f"{self.path.name}.new")  # one name: a kill leaves one file at most
+        facts = json.dumps({"settings": self._settings, **state.facts})
+        scratch = self.path.with_name(f"{self.path.name}.new")  # a fixed name: a kill leaves one file at most
         scratch.unlink(missing_ok=True)
         try:
-            scratch.touch(mode=0o600, exist_ok=False)  # rows of a cache tell what was read: nobody else may ever look
-            save_file(dict(saved.tensors), scratch, {"kvrelay": facts})
+            scratch.touch(mode=0o600, exist_ok=False)  # before the content: cache rows are user data
+            save_file(dict(state.tensors), scratch, {"kvrelay": facts})
             scratch.replace(self.path)
         finally:
             scratch.unlink(missing_ok=True)
 
-    def _check(self, theirs: Mapping[str, Any]) -> None:
-        for name in sorted(self._settings.keys() | theirs.keys()):
-            if self._settings.get(name) != theirs.get(name):
+    def _check(self, stored: Mapping[str, Any]) -> None:
+        for name in sorted(self._settings.keys() | stored.keys()):
+            if self._settings.get(name) != stored.get(name):
                 raise CheckpointMismatch(
-                    f"{self.path} was begun with {name} {theirs.get(name)!r}, not {self._settings.get(name)!r}; "
-                    f"go on with the same settings, or remove it"
+                    f"{self.path} was written with {name} {stored.get(name)!r}, not {self._settings.get(name)!r}; "
+                    f"use the same settings or remove it"
                 )

@@ -1,7 +1,7 @@
-"""Reads documents with both models and keeps only statistics of what their caches hold.
+"""Prefills calibration documents with both models and keeps only statistics of their caches.
 
-One Gram over the features of all source layers, and their cross-moments with all target layers: which layers to use,
-how many, and with what penalty are then linear algebra on sub-blocks, with no second pass over the data.
+One Gram matrix over the features of all source layers, and cross-moments with all target layers. Choosing layers, their
+number and the penalty is then linear algebra on sub-blocks, without a second pass over the data.
 """
 
 from __future__ import annotations
@@ -13,67 +13,36 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mappers.attention import EFFECTIVE_SHARE, AttentionReceived, Weighting, shrunk, watched
+from mappers.attention import AttentionReceived, shrink_weights, watch_attention
 from mappers.cache import KVCache, KVGeometry, rows_of
 from mappers.checkpoint import Checkpoint, CheckpointState
 from mappers.copies import CopyFinder
 from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable
-from mappers.manifest import KINDS, Block, Kind, Target
+from mappers.manifest import Block, Kind, Target
 from mappers.methods import Layout
-from mappers.methods.hidden import check_projections, listened, projections
+from mappers.methods.hidden import check_projections, projections, record_hidden_states
 from mappers.model_config import context_of, geometry_of
-from mappers.models import read
+from mappers.models import prefill
 from mappers.rope import Rope
+from mappers.settings import FitSettings, Wanted
 from mappers.stats import BATCH, Moments, RowAccumulator
 
-HELD_OUT_EVERY = 8  # documents; the second is the first that is held out
+HELD_OUT_EVERY = 8  # documents, from the second on
 MAX_DOCUMENT_TOKENS = 2048
-SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents, and tokens of each, that are kept to be read again
-ROWS_BYTES = 2**30  # of features and targets that are held as they are before they become moments, at most
+SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents kept as token ids, and max tokens of each
+ROWS_BYTES = 2**30  # max memory of raw rows before they are folded to moments
 
-Wanted = tuple[Literal["keys", "values", "hidden"], int]  # of a target layer: keys, values, what they are made from
-Progress = Callable[[int, int | None], None]  # tokens done, tokens to do if known
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is gathered from the documents.
-
-    `joint`: keys and values are one set of features. `copies`: layers that the models share are passed by. The first
-    `head` tokens of each document count for nothing: they are attention sinks of enormous norm, and are read natively
-    when the map is used. `hidden`: what is to be predicted are the target's normed hidden states, from which it makes
-    its keys and values. For `weighting` and `effective_share` see `mappers.attention`.
-    """
-
-    joint: bool = False
-    copies: bool = True
-    head: int = 4
-    hidden: bool = False
-    weighting: Weighting = "uniform"
-    effective_share: float = EFFECTIVE_SHARE
-
-    @property
-    def together(self) -> list[tuple[Kind, ...]]:
-        """Kinds of features that serve the same targets."""
-        return [KINDS] if self.joint or self.hidden else [("keys",), ("values",)]
-
-    def wanted(self, kinds: tuple[Kind, ...], num_layers: int, copies: dict[Target, int]) -> list[Wanted]:
-        """What is to be predicted from features of these kinds."""
-        layers = range(num_layers)
-        if self.hidden:
-            return [("hidden", i) for i in layers if not all((kind, i) in copies for kind in KINDS)]
-        return [(kind, i) for kind in kinds for i in layers if (kind, i) not in copies]
+Progress = Callable[[int, int | None], None]  # tokens done, tokens in total if known
 
 
 @dataclass(frozen=True)
-class States:
-    """What a model makes of a document, the head left out: its cache, normed hidden states of each layer (T, hidden) if
-    asked for, and how much each token counts (T,)."""
+class DocumentStates:
+    """Cache, normed hidden states by layer (T, hidden) and token weights (T,) of one document in one model."""
 
     cache: KVCache
     hidden: dict[int, Tensor]
@@ -85,10 +54,10 @@ class States:
         return self.hidden[layer] if kind == "hidden" else rows_of(self.cache.of(kind)[layer])
 
 
-class Group:
-    """Targets that share their features: `kinds` of all source layers, (kind, layer, head, dim) a column each.
+class FeatureGroup:
+    """Targets predicted from the same features: `kinds` of all source layers, one column per (kind, layer, head, dim).
 
-    When there are more than `most_rows` rows, they are folded to moments.
+    More than `max_rows` rows are folded to moments.
     """
 
     def __init__(
@@ -98,53 +67,50 @@ class Group:
         source: KVGeometry,
         layout: Layout,
         device: Any,
-        most_rows: int,
+        max_rows: int,
     ):
         self.kinds, self.targets, self.source, self.layout = kinds, list(targets), source, layout
-        self.device, self._most_rows = device, most_rows
+        self.device, self._max_rows = device, max_rows
         self.blocks: list[Block] = [(kind, layer) for kind in kinds for layer in range(source.num_layers)]
-        sizes = _sizes(kinds, targets, source, layout.target_width)
-        self.train, self.held_out = RowAccumulator(*sizes, device), RowAccumulator(*sizes, device)
+        size = _group_size(kinds, targets, source, layout.target_width)
+        self.train, self.held_out = RowAccumulator(*size, device), RowAccumulator(*size, device)
 
     def features(self, blocks: Sequence[Block]) -> Tensor:
-        """Columns of these blocks, in their order."""
+        """Return the columns of these blocks, in their order."""
         width = self.source.width
         starts = [self.blocks.index(block) * width for block in blocks]
         return torch.cat([torch.arange(s, s + width) for s in starts]).to(self.device)
 
     def outputs(self, index: int) -> Tensor:
-        """Columns of `targets[index]`."""
+        """Return the columns of `targets[index]`."""
         width = self.layout.target_width
         return torch.arange(index * width, (index + 1) * width, device=self.device)
 
-    def update(self, source: States, target: States, held_out: bool) -> None:
-        """Take in one document; its keys carry no position."""
+    def update(self, source: DocumentStates, target: DocumentStates, held_out: bool) -> None:
+        """Add one document. Its keys carry no position."""
         x = torch.cat([source.rows(block) for block in self.blocks], dim=1)
         y = torch.cat([target.rows(wanted) for wanted in self.targets], dim=1)
-        if self.train.moments is None and self.train.count + self.held_out.count + len(x) > self._most_rows:
+        if self.train.moments is None and self.train.count + self.held_out.count + len(x) > self._max_rows:
             self.fold()
         (self.held_out if held_out else self.train).update(x, y, target.weights)
 
     def fold(self) -> None:
-        """Make moments of all rows."""
-        for gathered in (self.train, self.held_out):
-            gathered.fold()
+        """Replace all rows by their moments."""
+        for accumulator in (self.train, self.held_out):
+            accumulator.fold()
 
 
 @dataclass(frozen=True)
 class CalibrationStatistics:
-    """All that is known of the calibration data once it has been read. `sample` is some of what was held out.
+    """Result of `collect`. `sample` holds some held-out documents; `prefill_s` is the time spent in the models."""
 
-    `reading_s` is how long the two models took to read what this call had them read.
-    """
-
-    groups: list[Group]
+    groups: list[FeatureGroup]
     copies: dict[Target, int]
     num_documents: int
     num_tokens: int
     digest: str
     sample: list[list[int]]
-    reading_s: float
+    prefill_s: float
 
 
 @torch.no_grad()
@@ -152,48 +118,47 @@ def collect(
     models: tuple[Any, Any],
     ropes: tuple[Rope, Rope],
     documents: Iterable[Sequence[int]],
-    reading: Reading,
+    settings: FitSettings,
     *,
-    max_tokens: int | None = None,
     progress: Progress | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationStatistics:
-    """Read documents, up to `max_tokens` tokens, with source and target.
+    """Prefill documents with source and target, up to `settings.tokens` tokens.
 
-    What a `checkpoint` holds is not read again. It also gets what was read before an interrupt, or before documents
-    that can't be read. Raises `CheckpointMismatch` if it is of other documents, or of more tokens.
+    Documents already in the `checkpoint` are skipped. An interrupt or unreadable data saves what was collected so far.
+    Raises `CheckpointMismatch` if the checkpoint holds other documents or more tokens.
     """
-    # 1. Where an earlier run was stopped.
-    longest = longest_of(model.config for model in models)
-    stream = _Stream(usable(documents, reading.head, longest))
-    collector = _Collector(models, ropes, reading)
-    saved = checkpoint.load() if checkpoint else None
-    if saved:
-        collector.restore(saved)
-        stream.skip(saved.num_documents)
-        saved.check_documents(stream.digest)
-        if max_tokens is not None and saved.num_tokens - stream.num_last >= max_tokens:
-            raise CheckpointMismatch(f"the checkpoint holds {saved.num_tokens} tokens, more than {max_tokens}")
-    # 2. Every document adds to the statistics.
+    # 1. Resume from the checkpoint.
+    longest = max_document_tokens(model.config for model in models)
+    stream = _DocumentStream(usable_documents(documents, settings.head, longest))
+    collector = _Collector(models, ropes, settings)
+    state, max_tokens = checkpoint.load() if checkpoint else None, settings.tokens
+    if state:
+        collector.restore(state)
+        stream.skip(state.num_documents)
+        state.check_documents(stream.digest)
+        if max_tokens is not None and state.num_tokens - stream.num_last >= max_tokens:
+            raise CheckpointMismatch(f"the checkpoint holds {state.num_tokens} tokens; allowed: at most {max_tokens}")
+    # 2. Add every document to the statistics.
     num_saved = collector.num_documents
     try:
         while (max_tokens is None or collector.num_tokens < max_tokens) and (ids := stream.next()):
-            collector.take(ids, stream.digest)
+            collector.add(ids, stream.digest)
             if progress:
                 progress(collector.num_tokens, max_tokens)
-            if checkpoint and checkpoint.due:
-                checkpoint.save(collector.saved())
+            if checkpoint and checkpoint.is_due:
+                checkpoint.save(collector.state())
                 num_saved = collector.num_documents
     except (KeyboardInterrupt, DataUnreadable):
         if checkpoint and collector.num_documents > num_saved:
-            checkpoint.save(collector.saved())
+            checkpoint.save(collector.state())
         raise
     if checkpoint and checkpoint.is_due_at_end and collector.num_documents > num_saved:
-        checkpoint.save(collector.saved())
-    # 3. What looked like a copy must have been one throughout.
+        checkpoint.save(collector.state())
+    # 3. Layers that were copies in the first document must be copies in all.
     collector.finder.confirm()
     if not collector.num_documents:
-        raise CalibrationTooSmall(f"no document of more than {reading.head + 1} tokens")
+        raise CalibrationTooSmall(f"no document of more than {settings.head + 1} tokens")
     return CalibrationStatistics(
         collector.groups,
         collector.finder.copies,
@@ -201,27 +166,28 @@ def collect(
         collector.num_tokens,
         collector.digest,
         stream.sample,
-        collector.reading_s,
+        collector.prefill_s,
     )
 
 
-def planned_bytes(
-    source: KVGeometry, target: KVGeometry, reading: Reading, hidden_size: int = 0, max_tokens: int | None = None
+def statistics_bytes(
+    source: KVGeometry, target: KVGeometry, settings: FitSettings, hidden_size: int = 0, max_tokens: int | None = None
 ) -> int:
-    """Memory that the statistics, and the rows before them, take at most (layers that turn out to be copies need
-    none)."""
-    width = hidden_size if reading.hidden else target.width
-    wanted = [(kinds, reading.wanted(kinds, target.num_layers, {})) for kinds in reading.together]
-    sizes = [_sizes(*each, source, width) for each in wanted]
-    rows = most_rows(sizes)
+    """Return the max memory of the statistics and of the rows before them. Copied layers will need none."""
+    width = hidden_size if settings.hidden else target.width
+    groups = [(kinds, settings.wanted(kinds, target.num_layers, {})) for kinds in settings.feature_kinds]
+    sizes = [_group_size(*group, source, width) for group in groups]
+    rows = max_buffered_rows(sizes)
     if max_tokens is not None:
         rows = min(rows, max_tokens + MAX_DOCUMENT_TOKENS)
     return _moments_bytes(sizes) + rows * _row_bytes(sizes)
 
 
-def most_rows(sizes: Sequence[tuple[int, int]]) -> int:
-    """How many rows are held before they become moments, of groups of so many features and targets: as many as take
-    less than the moments will."""
+def max_buffered_rows(sizes: Sequence[tuple[int, int]]) -> int:
+    """Return how many rows are kept before they are folded: as many as take less memory than the moments.
+
+    `sizes` are the numbers of features and targets of each group.
+    """
     return max(min(ROWS_BYTES, _moments_bytes(sizes)) // _row_bytes(sizes), 2 * BATCH)
 
 
@@ -233,34 +199,40 @@ def _moments_bytes(sizes: Sequence[tuple[int, int]]) -> int:
     return sum(2 * Moments.bytes_for(*size) for size in sizes)
 
 
-def _sizes(kinds: Sequence[Kind], targets: Sequence[Wanted], source: KVGeometry, target_width: int) -> tuple[int, int]:
-    """Features and targets of a group."""
+def _group_size(
+    kinds: Sequence[Kind], targets: Sequence[Wanted], source: KVGeometry, target_width: int
+) -> tuple[int, int]:
+    """Return the numbers of features and targets of a group."""
     return len(kinds) * source.num_layers * source.width, len(targets) * target_width
 
 
-def usable(documents: Iterable[Sequence[int]], head: int, longest: int) -> Iterator[list[int]]:
-    """Those that leave something behind the head, each cut to `longest` tokens."""
+def usable_documents(documents: Iterable[Sequence[int]], head: int, longest: int) -> Iterator[list[int]]:
+    """Yield documents longer than the skipped head, each cut to `longest` tokens."""
     return (list(ids[:longest]) for ids in documents if len(ids) > head + 1)
 
 
-def longest_of(configs: Iterable[Any]) -> int:
-    """How many tokens of a document are read, by models of these configs."""
+def max_document_tokens(configs: Iterable[Any]) -> int:
+    """Return the bound on a document's tokens for models of these configs."""
     return min(MAX_DOCUMENT_TOKENS, *map(context_of, configs))
 
 
-def rows_to_fit(lengths: Iterable[int], reading: Reading) -> int:
-    """How many rows documents of such lengths give to fit by: of those that are not held out, without the head. With
-    weights they tell as much as fewer equal ones."""
-    return sum(length - reading.head for index, length in enumerate(lengths) if not is_held_out(index))
+def num_training_rows(lengths: Iterable[int], settings: FitSettings) -> int:
+    """Return the number of rows that documents of these lengths give to train on, without head and held-out ones."""
+    return sum(length - settings.head for index, length in enumerate(lengths) if not is_held_out(index))
 
 
-class _Stream:
-    """Documents one after another; the last one had `num_last` tokens."""
+def is_held_out(document: int) -> bool:
+    """Return whether the document of this index is held out to choose by."""
+    return document % HELD_OUT_EVERY == 1
+
+
+class _DocumentStream:
+    """Documents in order, with a digest of all so far. `num_last` is the length of the last one."""
 
     def __init__(self, documents: Iterator[list[int]]):
         self._rest = documents
         self._digest = hashlib.sha256()
-        self._num_read = self.num_last = 0
+        self._num_documents = self.num_last = 0
         self.sample: list[list[int]] = []
 
     @property
@@ -273,9 +245,9 @@ class _Stream:
         if ids is None:
             return None
         self._digest.update(len(ids).to_bytes(4, "little") + b"".join(i.to_bytes(4, "little") for i in ids))
-        if is_held_out(self._num_read) and len(self.sample) < SAMPLE_DOCUMENTS:
+        if is_held_out(self._num_documents) and len(self.sample) < SAMPLE_DOCUMENTS:
             self.sample.append(ids[:SAMPLE_TOKENS])
-        self._num_read, self.num_last = self._num_read + 1, len(ids)
+        self._num_documents, self.num_last = self._num_documents + 1, len(ids)
         return ids
 
     def skip(self, num_documents: int) -> None:
@@ -284,109 +256,104 @@ class _Stream:
 
 
 class _Collector:
-    """The statistics of what was read so far. The first document tells which layers are copies, and so what is to be
-    fitted."""
+    """Statistics of the documents so far. The first document shows which layers are copies and need no fit."""
 
-    def __init__(self, models: tuple[Any, Any], ropes: tuple[Rope, Rope], reading: Reading):
-        self._models, self._ropes, self._reading = models, ropes, reading
-        self.groups: list[Group] = []
+    def __init__(self, models: tuple[Any, Any], ropes: tuple[Rope, Rope], settings: FitSettings):
+        self._models, self._ropes, self._settings = models, ropes, settings
+        self.groups: list[FeatureGroup] = []
         self.finder = CopyFinder({})
         self.num_documents = self.num_tokens = 0
         self.digest = ""
-        self.reading_s = 0.0
+        self.prefill_s = 0.0
 
-    def take(self, ids: list[int], digest: str) -> None:
-        """Read one more document; `digest` is that of all so far. An interrupt finds it taken in whole, or not at
-        all."""
+    def add(self, ids: list[int], digest: str) -> None:
+        """Prefill one more document; `digest` covers all documents so far. An interrupt adds it whole or not at all."""
         began = time.perf_counter()
-        theirs, ours = States(read(self._models[0], ids), {}), self._read_target(ids)
-        self.reading_s += time.perf_counter() - began
-        with put_off():
-            self._add(ids, theirs, ours)
+        source, target = DocumentStates(prefill(self._models[0], ids), {}), self._prefill_target(ids)
+        self.prefill_s += time.perf_counter() - began
+        with defer_interrupts():
+            self._update(ids, source.cache, target)
             self.digest = digest
 
-    def _add(self, ids: list[int], theirs: States, ours: States) -> None:
-        head = self._reading.head
-        source, target = theirs.cache.slice(head, len(ids)), ours.cache.slice(head, len(ids))
-        if not self.num_documents:
-            if self._reading.copies:
-                self.finder = CopyFinder.of(source, target)
-            self.groups = self._groups(self.finder.copies)
-        self.finder.update(source, target)
-        theirs = States(self._ropes[0].stripped(source), {})
-        hidden = {layer: states[head:] for layer, states in ours.hidden.items()}
-        ours = States(self._ropes[1].stripped(target), hidden, self._weights(ours.weights))
-        if hidden and not self.num_documents:
-            check_projections(projections(self._models[1]), hidden, ours.cache)
-        for group in self.groups:
-            group.update(theirs, ours, is_held_out(self.num_documents))
-        self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
-
-    def saved(self) -> CheckpointState:
-        """All of it, to go on from later."""
-        return CheckpointState.of(self._gathered, self.finder, self.num_documents, self.num_tokens, self.digest)
-
-    def restore(self, saved: CheckpointState) -> None:
-        self.finder = saved.finder()
-        self.groups = self._groups(self.finder.copies)
-        saved.fill(self._gathered)
-        self.num_documents, self.num_tokens, self.digest = saved.num_documents, saved.num_tokens, saved.digest
-
-    @property
-    def _gathered(self) -> list[RowAccumulator]:
-        return [gathered for group in self.groups for gathered in (group.train, group.held_out)]
-
-    def _groups(self, copies: dict[Target, int]) -> list[Group]:
-        source, target = (geometry_of(model.config) for model in self._models)
-        layout = Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
-        if self._reading.hidden:
-            layout = Layout(source.num_kv_heads, source.head_dim, 1, self._models[1].config.hidden_size)
-        wanted = [(kinds, self._reading.wanted(kinds, target.num_layers, copies)) for kinds in self._reading.together]
-        wanted = [(kinds, targets) for kinds, targets in wanted if targets]
-        if not wanted:
-            return []
-        most = most_rows([_sizes(*each, source, layout.target_width) for each in wanted])
-        return [Group(*each, source, layout, self._models[0].device, most) for each in wanted]
-
-    def _read_target(self, ids: list[int]) -> States:
+    def _prefill_target(self, ids: list[int]) -> DocumentStates:
         model = self._models[1]
         received = AttentionReceived(len(ids), model.device)
         hidden: dict[int, Tensor] = {}
-        with ExitStack() as listening:
-            if self._reading.weighting == "attention":
-                listening.enter_context(watched(model, received))
-            if self._reading.hidden:
-                hidden = listening.enter_context(listened(model))
-            cache = read(model, ids)
-        return States(cache, hidden, received.mean())
+        with ExitStack() as hooks:
+            if self._settings.weighting == "attention":
+                hooks.enter_context(watch_attention(model, received))
+            if self._settings.hidden:
+                hidden = hooks.enter_context(record_hidden_states(model))
+            cache = prefill(model, ids)
+        return DocumentStates(cache, hidden, received.mean())
 
-    def _weights(self, received: Tensor | None) -> Tensor | None:
-        """How much each token behind the head counts."""
-        if received is None or self._reading.weighting == "uniform":
-            return None
-        return shrunk(received[self._reading.head :], self._reading.effective_share)
+    def _update(self, ids: list[int], source_cache: KVCache, full: DocumentStates) -> None:
+        # 1. Without the head.
+        head = self._settings.head
+        source, target = source_cache.slice(head, len(ids)), full.cache.slice(head, len(ids))
+        hidden = {layer: states[head:] for layer, states in full.hidden.items()}
+        weights = None
+        if self._settings.weighting == "attention" and full.weights is not None:
+            weights = shrink_weights(full.weights[head:], self._settings.effective_share)
+        # 2. Copies are compared with RoPE.
+        if not self.num_documents:
+            if self._settings.copies:
+                self.finder = CopyFinder.of(source, target)
+            self.groups = self._empty_groups()
+        self.finder.update(source, target)
+        # 3. Features and targets carry no RoPE.
+        features = DocumentStates(self._ropes[0].strip_cache(source), {})
+        targets = DocumentStates(self._ropes[1].strip_cache(target), hidden, weights)
+        if hidden and not self.num_documents:
+            check_projections(projections(self._models[1]), hidden, targets.cache)
+        for group in self.groups:
+            group.update(features, targets, is_held_out(self.num_documents))
+        self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
 
+    def state(self) -> CheckpointState:
+        return CheckpointState.of(self._accumulators, self.finder, self.num_documents, self.num_tokens, self.digest)
 
-def is_held_out(document: int) -> bool:
-    """Whether the document of this index is kept to choose by."""
-    return document % HELD_OUT_EVERY == 1
+    def restore(self, state: CheckpointState) -> None:
+        self.finder = state.finder()
+        self.groups = self._empty_groups()
+        state.fill(self._accumulators)
+        self.num_documents, self.num_tokens, self.digest = state.num_documents, state.num_tokens, state.digest
+
+    @property
+    def _accumulators(self) -> list[RowAccumulator]:
+        return [accumulator for group in self.groups for accumulator in (group.train, group.held_out)]
+
+    def _empty_groups(self) -> list[FeatureGroup]:
+        settings = self._settings
+        source, target = (geometry_of(model.config) for model in self._models)
+        layout = Layout.between(source, target)
+        if settings.hidden:
+            layout = Layout(source.num_kv_heads, source.head_dim, 1, self._models[1].config.hidden_size)
+        groups = [
+            (kinds, settings.wanted(kinds, target.num_layers, self.finder.copies)) for kinds in settings.feature_kinds
+        ]
+        groups = [(kinds, targets) for kinds, targets in groups if targets]
+        if not groups:
+            return []
+        max_rows = max_buffered_rows([_group_size(*group, source, layout.target_width) for group in groups])
+        return [FeatureGroup(*group, source, layout, self._models[0].device, max_rows) for group in groups]
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
-    """SIGINT is heard when the block ends, by whoever would have heard it; one that is ignored still is.
+def defer_interrupts() -> Iterator[None]:
+    """Deliver SIGINT after the block, to the handler that was installed before it. An ignored one stays ignored.
 
-    In a thread other than the main one this changes nothing: signals never interrupt it.
+    Does nothing in a thread other than the main one, which signals never interrupt.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if heard:
+        if received:
             signal.raise_signal(signal.SIGINT)

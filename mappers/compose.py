@@ -1,6 +1,6 @@
-"""Two maps one after the other as one: A -> B and B -> C give A -> C, with nothing fitted.
+"""Composes two maps into one: A -> B and B -> C give A -> C, without a fit.
 
-Linear maps compose; RoPE falls out, since what the second takes off is what the first has put on.
+Linear maps compose. RoPE cancels: the second map strips what the first applies.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mappers.bundle import seal
 from mappers.errors import FingerprintMismatch, MapperError
-from mappers.fit import LICENCE, tool_version
 from mappers.manifest import (
     COPY,
     KINDS,
+    LICENCE,
     Calibration,
     Kind,
     LayerSpec,
@@ -24,22 +24,23 @@ from mappers.manifest import (
     OutputSpec,
     Precision,
     probe_name,
+    tool_version,
     weight_name,
 )
 from mappers.mapper import Mapper
 from mappers.methods import Solution
 from mappers.methods.base import FactoredSolution
 from mappers.rope import TOLERANCE
-from mappers.weights import WholeOutput, stored
+from mappers.weights import WholeOutput, tensors_of
 
 COMPOSED = "composed"
 
 
 def compose(first: Mapper, second: Mapper) -> Mapper:
-    """The map from the source of `first` to the target of `second`, equal to applying one after the other.
+    """Return the map from the source of `first` to the target of `second`, equal to applying one after the other.
 
-    Raises `FingerprintMismatch` unless the target of `first` is the source of `second`, `MapperError` where `first`
-    passes keys through between models that turn them differently. The result has no evaluation.
+    Raises `FingerprintMismatch` unless the target of `first` is the source of `second`, and `MapperError` if `first`
+    copies keys between models with different RoPE. The result has no evaluation.
     """
     _check(first, second)
     precisions = {first.manifest.precision, second.manifest.precision}
@@ -61,20 +62,23 @@ def compose(first: Mapper, second: Mapper) -> Mapper:
 def _output(
     first: Mapper, second: Mapper, layer: int, kind: Kind, precision: Precision
 ) -> tuple[OutputSpec, dict[str, Tensor]]:
-    """What one layer's keys or values are made of, and the weights by name."""
+    """Return one output's spec and its tensors by name."""
     outer_spec = second.manifest.layers[layer].of(kind)
     outer = WholeOutput.of(second, layer, kind)
     inner_specs = {block: first.manifest.layers[block[1]].of(block[0]) for block in outer.blocks}
-    # 1. A copy of an output is that output, in the form that it has.
+    # 1. A copy of an output keeps the output's stored form.
     if outer_spec.method == COPY:
         (copied,) = outer.blocks
-        return inner_specs[copied], _renamed(first, copied[1], layer, kind)
-    # 2. Every block that the second map reads is an output of the first.
-    inner = {block: WholeOutput.of(first, block[1], block[0]).multiplied for block in outer.blocks}
+        parts = ((part, weight_name(copied[1], kind, part)) for part in ("weight", "up", "bias"))
+        return inner_specs[copied], {
+            weight_name(layer, kind, part): first.weights[name] for part, name in parts if name in first.weights
+        }
+    # 2. Every block of the second map is an output of the first.
+    outputs = {block: WholeOutput.of(first, block[1], block[0]).multiplied for block in outer.blocks}
     blocks = tuple(sorted({block for spec in inner_specs.values() for block in spec.blocks}))
-    weight = torch.cat([sum_of([inner[b].rows(a) @ outer.rows(b) for b in outer.blocks]) for a in blocks])
-    constant = sum_of([inner[b].bias @ outer.rows(b) for b in outer.blocks])
-    # 3. In as many factors as the second map has.
+    weight = torch.cat([_sum([outputs[b].rows(a) @ outer.rows(b) for b in outer.blocks]) for a in blocks])
+    constant = _sum([outputs[b].bias @ outer.rows(b) for b in outer.blocks])
+    # 3. The result is factored if the second map is.
     if outer.up is None:
         solution = Solution(weight, constant + outer.bias)
     else:
@@ -86,15 +90,10 @@ def _output(
         value_layers=tuple(i for name, i in blocks if name == "values"),
         **solution.structure(),
     )
-    return spec, stored(layer, kind, solution, precision)
+    return spec, tensors_of(layer, kind, solution, precision)
 
 
-def _renamed(first: Mapper, layer: int, to: int, kind: Kind) -> dict[str, Tensor]:
-    names = {weight_name(layer, kind, part): weight_name(to, kind, part) for part in ("weight", "up", "bias")}
-    return {names[name]: first.weights[name] for name in names if name in first.weights}
-
-
-def sum_of(parts: list[Tensor]) -> Tensor:
+def _sum(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
@@ -102,19 +101,19 @@ def _check(first: Mapper, second: Mapper) -> None:
     middle, expected = first.manifest.target, second.manifest.source
     if middle.fingerprint != expected.fingerprint:
         raise FingerprintMismatch(
-            f"bundle {first.bundle_id} leads to {middle.name} ({middle.fingerprint[:12]}…), bundle {second.bundle_id} "
-            f"starts from {expected.name} ({expected.fingerprint[:12]}…); allowed: A to B, then B to C"
+            f"bundle {first.bundle_id} maps to {middle.name} ({middle.fingerprint[:12]}…), bundle {second.bundle_id} "
+            f"maps from {expected.name} ({expected.fingerprint[:12]}…); allowed: A to B, then B to C"
         )
     positions = first.target_rope.probe_positions
     for layer, spec in enumerate(first.manifest.layers):
         if spec.keys.method != COPY:
             continue
-        theirs = torch.cat(first.source_rope.rows(positions, spec.keys.key_layers[0]))
-        ours = torch.cat(first.target_rope.rows(positions, layer))
-        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, atol=TOLERANCE):
+        source = torch.cat(first.source_rope.rows(positions, spec.keys.key_layers[0]))
+        target = torch.cat(first.target_rope.rows(positions, layer))
+        if source.shape != target.shape or not torch.allclose(source, target, atol=TOLERANCE):
             raise MapperError(
-                f"bundle {first.bundle_id} copies the keys of layer {layer}, which its two models turn differently; "
-                f"allowed: one that was fitted with copies=False (kvrelay fit --no-copies)"
+                f"bundle {first.bundle_id} copies the keys of layer {layer} between models with different RoPE; "
+                f"allowed: a bundle fitted with copies=False (kvrelay fit --no-copies)"
             )
 
 

@@ -1,6 +1,6 @@
-"""Finds target layers whose keys or values are a source layer's own: a pruned sibling shares its lower layers.
+"""Finds target layers whose keys or values equal those of a source layer, as when a pruned sibling keeps its layers.
 
-Such a layer is copied: nothing is fitted, stored or multiplied for it.
+Such layers are copied: nothing is fitted, stored or multiplied for them.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from mappers.cache import KVCache
 from mappers.errors import MapperError
 from mappers.manifest import KINDS, Target
 
-TOLERANCE = 1e-5  # relative error of float32 states that two runs of the same arithmetic may differ by
+TOLERANCE = 1e-5  # relative; float32 states of equal arithmetic may differ this much between runs
 SAMPLE_TOKENS = 64
 
 
 class CopyFinder:
-    """Holds what looked equal in the first document against all that follow."""
+    """Source layer of each copied target (`copies`), found in the first document and verified on all others."""
 
     def __init__(self, copies: dict[Target, int]):
         self.copies = copies
-        self.lost = dict.fromkeys(copies, 0.0)
-        self.power = dict.fromkeys(copies, 0.0)
+        self.lost = dict.fromkeys(copies, 0.0)  # sum of squared differences
+        self.power = dict.fromkeys(copies, 0.0)  # sum of squares
 
     @classmethod
     def of(cls, first_source: KVCache, first_target: KVCache) -> CopyFinder:
-        """Look for equal layers in the caches of a first document."""
+        """Search the last tokens of the first document's caches for equal layers."""
         begin = max(0, first_source.num_tokens - SAMPLE_TOKENS)
         end = first_source.num_tokens
         return cls(_equal_layers(first_source.slice(begin, end), first_target.slice(begin, end)))
 
     def update(self, source: KVCache, target: KVCache) -> None:
         for (kind, layer), source_layer in self.copies.items():
-            theirs, ours = target.of(kind)[layer], source.of(kind)[source_layer]
-            self.lost[kind, layer] += float((theirs - ours).float().square().sum())
-            self.power[kind, layer] += float(theirs.float().square().sum())
+            wanted, copied = target.of(kind)[layer], source.of(kind)[source_layer]
+            self.lost[kind, layer] += float((wanted - copied).float().square().sum())
+            self.power[kind, layer] += float(wanted.float().square().sum())
 
     def confirm(self) -> None:
-        """Raise `MapperError` if a layer that looked equal at first turned out not to be."""
+        """Raise `MapperError` if a layer that was a copy in the first document differs over all documents."""
         for (kind, layer), source_layer in self.copies.items():
             error = (self.lost[kind, layer] / max(self.power[kind, layer], 1e-300)) ** 0.5
             if error > TOLERANCE:
                 raise MapperError(
-                    f"the {kind} of target layer {layer} looked like those of source layer {source_layer}, but differ "
-                    f"by {error:.1e} over all documents; allowed: copies=False (kvrelay fit --no-copies)"
+                    f"the {kind} of target layer {layer} equal those of source layer {source_layer} in the first "
+                    f"document, but differ by {error:.1e} over all; allowed: copies=False (kvrelay fit --no-copies)"
                 )
 
 

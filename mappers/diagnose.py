@@ -1,12 +1,12 @@
-"""Where a map's error lies: parts of the native cache are replaced by mapped ones, and the loss of each is measured.
+"""Locates a map's error: replaces one part of the native cache at a time by the mapped one and measures the loss.
 
-    what       only the keys are mapped, or only the values; the rest of the cache is native
-    layers     only a group of the target's layers is mapped
-    distance   only tokens so far before the native tail are mapped
+    what       only the keys or only the values are mapped; the rest of the cache is native
+    layers     only one group of the target's layers is mapped
+    distance   only the tokens of one span before the native tail are mapped
     head       only one KV head is mapped, in every layer
 
-Every row reads the same tail and the same tokens over a cache that differs from the native one in that part alone.
-Meant for tune documents: what is learnt here goes into the next fit, so the test split must not be spent on it.
+Every row uses the same tail and scored tokens, over a cache that differs from the native one in that part alone. Meant
+for documents of the tune split: the findings go into the next fit, and must not use up the test split.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import torch
 from mappers.cache import KVCache
 from mappers.manifest import KINDS, ArmScore, Kind
 from mappers.mapper import Mapper
-from mappers.models import log_probs, predicted, run
+from mappers.models import log_probs, predict, run
 from mappers.protocol import EvalDocument, QualityProtocol, choose_documents, spans
 from mappers.scores import DocumentScore, compare, summarise
 
-GROUPS = 5  # of layers
+MAX_LAYER_GROUPS = 5
 
-Progress = Callable[[int, int], None]  # documents done, documents to do
+Progress = Callable[[int, int], None]  # documents done, documents in total
 
 
 @dataclass(frozen=True)
 class CachePart:
-    """A part of a cache: `kinds` of `layers`, in `heads`, for the tokens from `begin` up to `end`."""
+    """A part of a cache: `kinds` of `layers`, in `heads`, for tokens `[begin, end)`.
+
+    `by` is the division of the cache (a row of the table above), `name` the part in it.
+    """
 
     by: str
     name: str
@@ -41,8 +44,8 @@ class CachePart:
     begin: int
     end: int
 
-    def replaced(self, native: KVCache, mapped: KVCache) -> KVCache:
-        """`native` with this part of it from `mapped`; both start at token 0."""
+    def replace(self, native: KVCache, mapped: KVCache) -> KVCache:
+        """Return `native` with this part taken from `mapped`; both start at token 0."""
         states = {kind: list(native.of(kind)) for kind in KINDS}
         heads, tokens = slice(self.heads.start, self.heads.stop), slice(self.begin, self.end)
         for kind in self.kinds:
@@ -55,7 +58,7 @@ class CachePart:
 
 @dataclass(frozen=True)
 class PartScore:
-    """What mapping one part alone costs, against an all-native cache; `by` tells how the cache was divided."""
+    """Loss from mapping one part alone, compared with an all-native cache."""
 
     by: str
     part: str
@@ -71,24 +74,25 @@ def diagnose(
     protocol: QualityProtocol | None = None,
     progress: Progress | None = None,
 ) -> list[PartScore]:
-    """A row a part, and one for all of it, division after division, over the first documents that are long enough.
+    """Return one row for the whole cache and one per part, over the first documents that are long enough.
 
-    Raises `MapperError` if there are none."""
+    Raises `MapperError` without one.
+    """
     protocol = protocol or QualityProtocol()
     protocol.check_context(source_model, target_model)
     chosen = choose_documents(documents, protocol)
-    found: dict[tuple[str, str], list[DocumentScore]] = {}
+    scores: dict[tuple[str, str], list[DocumentScore]] = {}
     for done, document in enumerate(chosen, start=1):
         for part, score in _scores(mapper, source_model, target_model, document, protocol):
-            found.setdefault((part.by, part.name), []).append(score)
+            scores.setdefault((part.by, part.name), []).append(score)
         if progress:
             progress(done, len(chosen))
-    everything = parts(mapper, protocol.head, max(protocol.lengths) - protocol.tail)  # a short prefix lacks far spans
-    return [PartScore(part.by, part.name, summarise(found[part.by, part.name], ["mapped"])[0]) for part in everything]
+    all_parts = parts(mapper, protocol.head, max(protocol.lengths) - protocol.tail)  # short prefixes lack far spans
+    return [PartScore(part.by, part.name, summarise(scores[part.by, part.name], ["mapped"])[0]) for part in all_parts]
 
 
 def parts(mapper: Mapper, begin: int, end: int) -> Iterator[CachePart]:
-    """The parts of a map of tokens `[begin, end)` that are looked at, those of one division after another."""
+    """Yield the parts of a map of tokens `[begin, end)`, division by division."""
     geometry = mapper.manifest.target.geometry
     layers, heads = range(geometry.num_layers), range(geometry.num_kv_heads)
     yield CachePart("all", "all", KINDS, layers, heads, begin, end)
@@ -103,8 +107,8 @@ def parts(mapper: Mapper, begin: int, end: int) -> Iterator[CachePart]:
 
 
 def layer_groups(num_layers: int) -> list[range]:
-    """At most `GROUPS` runs of neighbouring layers, as equal as can be."""
-    groups = min(GROUPS, num_layers)
+    """Divide the layers into up to `MAX_LAYER_GROUPS` runs of about equal length."""
+    groups = min(MAX_LAYER_GROUPS, num_layers)
     bounds = [num_layers * i // groups for i in range(groups + 1)]
     return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -112,7 +116,7 @@ def layer_groups(num_layers: int) -> list[range]:
 def _scores(
     mapper: Mapper, source: Any, target: Any, document: EvalDocument, protocol: QualityProtocol
 ) -> Iterator[tuple[CachePart, DocumentScore]]:
-    """Each part on one document, at each of its prefix lengths."""
+    """Score each part on one document at each of its prefix lengths."""
     native, hidden = run(target, document.ids[:-1])
     mapped = mapper.map(run(source, document.ids[:-1])[0])
     for length in document.lengths:
@@ -122,5 +126,5 @@ def _scores(
         reference = log_probs(target, hidden[length - 1 : length - 1 + protocol.scored])
         past = native.slice(0, cut)
         for part in parts(mapper, protocol.head, cut):
-            predictions = predicted(target, ids, part.replaced(past, mapped), protocol.scored)
+            predictions = predict(target, ids, part.replace(past, mapped), protocol.scored)
             yield part, compare("mapped", document.index, length, reference, predictions, truth)

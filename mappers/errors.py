@@ -1,18 +1,18 @@
-"""What `mappers` raises; the message names the value and what is allowed.
+"""Exceptions of `mappers`. Each message names the value given and what is allowed.
 
-MapperError (ValueError)
-├── GeometryMismatch     a cache or a model has another shape than the one asked for
-├── BundleCorrupt        a bundle's files do not match its digests, or make no sense
-├── FingerprintMismatch  a bundle, or a derived model's record, speaks of other weights
-├── TokenizerMismatch    the two models do not read the same tokens
-├── UnsupportedModel     a model that no mapper can serve: its RoPE, its layers, its files
-├── PositionOutOfRange   a token that stands where the model's RoPE can't be known
-├── UnknownMethod        no mapping method of that name
-├── UnknownFamily        neither a bundle nor a family of that name
-├── CalibrationTooSmall  too few tokens for the features of a fit
-├── RankDeficient        the features of a fit depend on one another
-├── CheckpointMismatch   a checkpoint of another fit, or of other documents
-└── DataUnreadable       a file that holds no conversations and no text
+    MapperError (ValueError)
+    ├── GeometryMismatch     a cache or a model has an unexpected shape
+    ├── BundleCorrupt        a bundle's files do not match their digests or contradict each other
+    ├── FingerprintMismatch  a bundle or a derived model's record belongs to other weights
+    ├── TokenizerMismatch    two models do not share their token ids
+    ├── UnsupportedModel     no mapper can serve the model: its RoPE, its layers, its files
+    ├── PositionOutOfRange   a position beyond those for which the model's RoPE is known
+    ├── UnknownMethod        no mapping method has this name
+    ├── UnknownFamily        neither a bundle nor a family has this name
+    ├── CalibrationTooSmall  too few tokens for the features of a fit
+    ├── RankDeficient        the features of a fit are linearly dependent
+    ├── CheckpointMismatch   the checkpoint belongs to another fit or to other documents
+    └── DataUnreadable       a file without conversations or text
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges mappers by what the target model predicts on their caches, on the fixed protocol (`mappers.protocol`)."""
+"""Evaluates mappers by what the target model predicts over their caches, on the protocol of `mappers.protocol`."""
 
 from __future__ import annotations
 
@@ -15,58 +15,34 @@ from mappers.arms import ARMS, Examiner, check_arms
 from mappers.errors import MapperError
 from mappers.manifest import Evaluation, LengthScores
 from mappers.mapper import Mapper
-from mappers.protocol import EvalDocument, QualityProtocol, choose_documents, others, tokens_read
+from mappers.protocol import EvalDocument, QualityProtocol, choose_documents, estimated_tokens, other_documents
 from mappers.scores import (
     AttentionScores,
     DocumentScore,
     PrefixScores,
-    attention_of,
-    distances_of,
-    greedy_of,
     summarise,
+    summarise_attention,
+    summarise_distances,
+    summarise_greedy,
 )
 
-Progress = Callable[[int, int], None]  # tokens read so far, tokens to read in all; estimated
-
-
-def evaluate(
-    mapper: Mapper,
-    source_model: Any,
-    target_model: Any,
-    documents: Iterable[Sequence[int]],
-    protocol: QualityProtocol | None = None,
-    **options: Any,
-) -> Evaluation:
-    """What `evaluate_all` gives for one mapper."""
-    return evaluate_all([mapper], source_model, target_model, documents, protocol, **options)[0]
-
-
-def evaluate_all(
-    mappers: Sequence[Mapper],
-    source_model: Any,
-    target_model: Any,
-    documents: Iterable[Sequence[int]],
-    protocol: QualityProtocol | None = None,
-    **options: Any,
-) -> list[Evaluation]:
-    """What `judge_all` tells of each mapper, summed up."""
-    judged = judge_all(mappers, source_model, target_model, documents, protocol, **options)
-    return [each.evaluation for each in judged]
+Progress = Callable[[int, int], None]  # tokens done, tokens in total; estimated
+ScoresByMapper = list[list[PrefixScores]]  # by mapper, then by prefix length
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """All that one mapper scored, and on what."""
+    """All scores of one mapper; `evaluation` summarises them."""
 
-    verdicts: list[PrefixScores]
-    chosen: list[EvalDocument]
+    prefixes: list[PrefixScores]
+    documents: list[EvalDocument]
     protocol: QualityProtocol
     arms: Sequence[str]
     data: str
 
     @property
     def scores(self) -> list[DocumentScore]:
-        return [score for verdict in self.verdicts for score in verdict.scores]
+        return [score for prefix in self.prefixes for score in prefix.scores]
 
     @property
     def evaluation(self) -> Evaluation:
@@ -76,17 +52,24 @@ class EvaluationResult:
             head=protocol.head,
             tail=protocol.tail,
             scored=protocol.scored,
-            tokens=protocol.scored * sum(len(document.lengths) for document in self.chosen),
+            tokens=protocol.scored * sum(len(document.lengths) for document in self.documents),
             arms=summarise(scores, self.arms),
-            lengths=tuple(_at_length(length, self.chosen, scores, self.arms) for length in protocol.lengths),
-            attention=attention_of(self.verdicts),
-            by_distance=distances_of(self.verdicts),
-            greedy=greedy_of(self.verdicts, protocol.greedy),
+            lengths=tuple(
+                LengthScores(
+                    length=length,
+                    num_documents=sum(length in document.lengths for document in self.documents),
+                    arms=summarise((score for score in scores if score.length == length), self.arms),
+                )
+                for length in protocol.lengths
+            ),
+            attention=summarise_attention(self.prefixes),
+            by_distance=summarise_distances(self.prefixes),
+            greedy=summarise_greedy(self.prefixes, protocol.greedy),
         )
 
 
 @torch.no_grad()
-def judge_all(
+def evaluate(
     mappers: Sequence[Mapper],
     source_model: Any,
     target_model: Any,
@@ -96,92 +79,77 @@ def judge_all(
     arms: Sequence[str] = ARMS,
     data: str = "unnamed",
     progress: Progress | None = None,
-    keep: Path | None = None,
+    progress_file: Path | None = None,
 ) -> list[EvaluationResult]:
-    """Run the protocol over the first documents that are long enough, for mappers of the same two models at once.
+    """Run the protocol on the first documents that are long enough, for mappers between the same two models.
 
-    With a file to `keep` verdicts in, a second call goes on where a killed one was; it is the caller's to remove.
-    Raises `MapperError` if there is nothing to judge, or no document to judge it on.
+    With a `progress_file`, a second call resumes where the first was killed. The caller removes the file. Raises
+    `MapperError` without a mapper or a long enough document.
     """
+    # 1. Check the arguments.
     protocol = protocol or QualityProtocol()
-    _check(mappers, arms)
-    protocol.check_context(source_model, target_model)
-    chosen = choose_documents(documents, protocol)
-    key = {"bundles": [mapper.bundle_id for mapper in mappers], "protocol": vars(protocol), "arms": list(arms)}
-    key["dtypes"] = [str(model.dtype) for model in (source_model, target_model)]
-    kept = VerdictFile(keep, key)
-    examiner = Examiner(mappers, source_model, target_model, protocol, arms)
-    pairs = list(zip(chosen, others(chosen), strict=True))
-    to_do = [pair for pair in pairs if pair not in kept]
-    work = [tokens_read(document, protocol, len(mappers)) for document, _ in to_do]
-    progress = progress or (lambda done, total: None)
-    if to_do:
-        progress(0, sum(work))
-    for done, pair in enumerate(to_do, start=1):
-        kept.add(*pair, examiner.verdicts(*pair))
-        progress(sum(work[:done]), sum(work))
-    by_mapper = [
-        [verdict for verdicts in each for verdict in verdicts]
-        for each in zip(*(kept.of(*pair) for pair in pairs), strict=True)
-    ]
-    return [EvaluationResult(verdicts, chosen, protocol, arms, data) for verdicts in by_mapper]
-
-
-def _at_length(
-    length: int, chosen: list[EvalDocument], scores: list[DocumentScore], arms: Sequence[str]
-) -> LengthScores:
-    return LengthScores(
-        length=length,
-        num_documents=sum(length in document.lengths for document in chosen),
-        arms=summarise((score for score in scores if score.length == length), arms),
-    )
-
-
-def _check(mappers: Sequence[Mapper], arms: Sequence[str]) -> None:
     check_arms(arms)
     if not mappers:
-        raise MapperError("no mapper to judge; at least 1 is needed")
+        raise MapperError("no mapper to evaluate; at least 1 is needed")
     for mapper in mappers[1:]:
         mapper.check(mappers[0].manifest.source.fingerprint, mappers[0].manifest.target.fingerprint)
+    protocol.check_context(source_model, target_model)
+    # 2. Each document is paired with the one its arm `wrong_document` is mapped from.
+    chosen = choose_documents(documents, protocol)
+    pairs = list(zip(chosen, other_documents(chosen), strict=True))
+    # 3. Score the documents that the progress file does not contain.
+    key = {"bundles": [mapper.bundle_id for mapper in mappers], "protocol": vars(protocol), "arms": list(arms)}
+    key["dtypes"] = [str(model.dtype) for model in (source_model, target_model)]
+    done = ScoreFile(progress_file, key)
+    examiner = Examiner(mappers, source_model, target_model, protocol, arms)
+    remaining = [pair for pair in pairs if pair not in done]
+    work = [estimated_tokens(document, protocol, len(mappers)) for document, _ in remaining]
+    progress = progress or (lambda done, total: None)
+    if remaining:
+        progress(0, sum(work))
+    for num_done, pair in enumerate(remaining, start=1):
+        done.add(*pair, examiner.score(*pair))
+        progress(sum(work[:num_done]), sum(work))
+    # 4. Collect by mapper.
+    by_mapper = [
+        [prefix for prefixes in each for prefix in prefixes]
+        for each in zip(*(done.of(*pair) for pair in pairs), strict=True)
+    ]
+    return [EvaluationResult(prefixes, chosen, protocol, arms, data) for prefixes in by_mapper]
 
 
-Judged = list[list[PrefixScores]]  # by mapper, by prefix length
+class ScoreFile:
+    """Scores of an evaluation in progress, in memory and one document per line in a file, so that it can resume.
 
-
-class VerdictFile:
-    """What is known already, by document; `path` is None where nothing is to be kept.
-
-    `key` names all that the figures depend on but the documents. A file with another key is begun anew, a last line
-    that was cut short is left out.
+    `key` identifies everything else that the scores depend on; a file with another key is started over. An incomplete
+    last line is dropped. Without a `path` nothing is written.
     """
 
     def __init__(self, path: Path | None, key: Mapping[str, Any]):
-        self._path, self._key = path, json.loads(json.dumps(key))
-        self._known: dict[str, Judged] = {}
-        lines = _lines(path)
-        if lines and lines[0] == self._key:
-            self._known = {line["document"]: _judged(line["judged"]) for line in lines[1:]}
-        self._write_all()
+        self._path, key = path, json.loads(json.dumps(key))
+        self._scores: dict[str, ScoresByMapper] = {}  # by digest of the document pair
+        lines = _json_lines(path)
+        if lines and lines[0] == key:
+            self._scores = {line["document"]: _decode(line["judged"]) for line in lines[1:]}
+        if self._path:
+            kept = [_encode(document, scores) for document, scores in self._scores.items()]
+            self._path.write_text(json.dumps(key) + "\n" + "".join(kept))
 
     def __contains__(self, pair: tuple[EvalDocument, EvalDocument | None]) -> bool:
-        return _digest(*pair) in self._known
+        return _digest(*pair) in self._scores
 
-    def of(self, document: EvalDocument, other: EvalDocument | None) -> Judged:
-        return self._known[_digest(document, other)]
+    def of(self, document: EvalDocument, other: EvalDocument | None) -> ScoresByMapper:
+        return self._scores[_digest(document, other)]
 
-    def add(self, document: EvalDocument, other: EvalDocument | None, judged: Judged) -> None:
-        self._known[_digest(document, other)] = judged
+    def add(self, document: EvalDocument, other: EvalDocument | None, scores: ScoresByMapper) -> None:
+        self._scores[_digest(document, other)] = scores
         if self._path:
             with self._path.open("a") as file:
-                file.write(_line(_digest(document, other), judged))
-
-    def _write_all(self) -> None:
-        if self._path:
-            lines = [_line(document, judged) for document, judged in self._known.items()]
-            self._path.write_text(json.dumps(self._key) + "\n" + "".join(lines))
+                file.write(_encode(_digest(document, other), scores))
 
 
-def _lines(path: Path | None) -> list[Any]:
+def _json_lines(path: Path | None) -> list[Any]:
+    """Parse the lines up to the first invalid one."""
     lines = []
     for line in path.read_text(errors="replace").splitlines() if path and path.exists() else ():
         try:
@@ -192,30 +160,28 @@ def _lines(path: Path | None) -> list[Any]:
 
 
 def _digest(document: EvalDocument, other: EvalDocument | None) -> str:
-    told = [(each.index, each.ids, each.lengths, each.controls) for each in (document, other) if each]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    values = [(each.index, each.ids, each.lengths, each.controls) for each in (document, other) if each]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-def _line(digest: str, judged: Judged) -> str:
-    rows = [[_told(verdict) for verdict in verdicts] for verdicts in judged]
+def _encode(digest: str, scores: ScoresByMapper) -> str:
+    def encode(prefix: PrefixScores) -> dict[str, Any]:
+        attention = prefix.attention
+        return {
+            "scores": [{**vars(score), "kl": score.kl.tolist()} for score in prefix.scores],
+            "attention": attention and {**vars(attention), "cosines": attention.cosines.tolist()},
+            "greedy": prefix.greedy,
+        }
+
+    rows = [[encode(prefix) for prefix in prefixes] for prefixes in scores]
     return json.dumps({"document": digest, "judged": rows}) + "\n"
 
 
-def _told(verdict: PrefixScores) -> dict[str, Any]:
-    watched = verdict.attention
-    return {
-        "scores": [{**vars(score), "kl": score.kl.tolist()} for score in verdict.scores],
-        "attention": watched and {**vars(watched), "cosines": watched.cosines.tolist()},
-        "greedy": verdict.greedy,
-    }
+def _decode(rows: list[list[dict[str, Any]]]) -> ScoresByMapper:
+    def decode(values: dict[str, Any]) -> PrefixScores:
+        attention = values["attention"]
+        scores = tuple(DocumentScore(**{**score, "kl": torch.tensor(score["kl"])}) for score in values["scores"])
+        cosines = attention and AttentionScores(torch.tensor(attention["cosines"]), attention["by_distance"])
+        return PrefixScores(scores, cosines, values["greedy"])
 
-
-def _judged(rows: list[list[dict[str, Any]]]) -> Judged:
-    return [[_verdict(told) for told in verdicts] for verdicts in rows]
-
-
-def _verdict(told: dict[str, Any]) -> PrefixScores:
-    watched = told["attention"]
-    scores = tuple(DocumentScore(**{**score, "kl": torch.tensor(score["kl"])}) for score in told["scores"])
-    attention = watched and AttentionScores(torch.tensor(watched["cosines"]), watched["by_distance"])
-    return PrefixScores(scores, attention, told["greedy"])
+    return [[decode(values) for values in prefixes] for prefixes in rows]

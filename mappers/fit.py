@@ -1,25 +1,25 @@
-"""Fits a mapper: two models read the same documents, and closed-form algebra does the rest."""
+"""Fits a mapper: both models prefill the same documents, then each target layer is solved in closed form.
+
+    documents ──collect──► statistics ──choose──► source layers and weights ──► bundle
+"""
 
 from __future__ import annotations
 
 import datetime
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor
 
-from mappers import methods
-from mappers.attention import EFFECTIVE_SHARE, AttentionJudge, Weighting, check_weighting
+from mappers.attention import AttentionJudge
 from mappers.bundle import seal
 from mappers.cache import KVGeometry
-from mappers.checkpoint import EVERY_S, Checkpoint
-from mappers.choose import AUTO, Choice, Chooser, check_way
-from mappers.collect import CalibrationStatistics, Progress, Reading, collect
-from mappers.errors import CalibrationTooSmall, MapperError, TokenizerMismatch
+from mappers.checkpoint import Checkpoint
+from mappers.choose import Choice, Chooser
+from mappers.collect import CalibrationStatistics, Progress, collect
+from mappers.errors import CalibrationTooSmall, TokenizerMismatch
 from mappers.fingerprint import fingerprint, same_vocabulary, tokenizer_digest
 from mappers.manifest import (
     COPY,
@@ -29,168 +29,127 @@ from mappers.manifest import (
     Manifest,
     ModelCard,
     OutputSpec,
-    Precision,
-    QualityGate,
     Target,
     probe_name,
+    tool_version,
 )
 from mappers.mapper import Mapper
+from mappers.methods import Layout, Solution
 from mappers.methods.hidden import projections
 from mappers.model_config import geometry_of
 from mappers.models import config_dict, load_model, local_folder
 from mappers.rope import Rope
-from mappers.weights import mixed, stored
+from mappers.settings import FitSettings
+from mappers.weights import halve_where_safe, tensors_of
 
-DEFAULT_HEAD = 4
-DEFAULT_LAYERS = 4
-LICENCE = "Fitted from the outputs of both models named here; the terms of both apply."
-
-Layers = int | Literal["auto"]
+DEFAULTS = FitSettings()
 
 
 def fit(
     source: str | Path,
     target: str | Path,
     documents: Iterable[Sequence[int]],
+    settings: FitSettings = DEFAULTS,
     *,
-    method: str = "ridge",
-    layers: Layers = DEFAULT_LAYERS,
-    joint: bool = False,
-    choose: str = "top",
-    weighting: Weighting = "uniform",
-    effective_share: float = EFFECTIVE_SHARE,
-    copies: bool = True,
-    head: int = DEFAULT_HEAD,
-    tokens: int | None = None,
-    precision: Precision = "float16",
-    data: str = "unnamed",
-    gate: QualityGate | None = None,
-    licence: str = LICENCE,
-    device: str = "cpu",
-    dtype: str = "float32",
-    checkpoint: str | Path | None = None,
-    checkpoint_s: float = EVERY_S,
-    keep: bool = False,
     progress: Progress | None = None,
     choosing: Progress | None = None,
     say: Callable[[str], None] | None = None,
-    **options: Any,
 ) -> Mapper:
-    """The map from the cache of model `source` to that of `target` (local folders or hub names).
+    """Fit a map from the cache of model `source` to that of `target`, given as local folders or hub names.
 
-    `documents` are token ids; memory does not grow with their number. Each target layer is computed from at most
-    `layers` source layers (`auto`: as many as pay and the tokens allow), keys from keys and values from values, or both
-    from both if `joint`, chosen the way `choose` (see `mappers.choose`); layers that the two models share are found and
-    passed through, unless `copies` is false. Tokens count by `weighting` (see `mappers.attention`). `tokens` bounds how
-    much is read, the first `head` tokens of a document are left out, `options` go to the method. Every eighth document
-    is held out to choose by. `progress` is told tokens as they are read, `choosing` outputs as they are fitted.
-    Both models are loaded in `dtype` (see `load_model`); statistics are float32 products and float64 sums whatever it
-    is.
-    `checkpoint` is a file of statistics, or of what they are made from, that is written every `checkpoint_s` seconds,
-    when the reading is broken off, and at its end if it is for keeps (`keep`) or took long. A fit that finds one of the
-    same models, documents and features goes on from there, by another method or to more tokens as well; it is the
-    caller's to remove. Raises `MapperError`s: see `mappers.errors`.
+    `documents` are token ids; memory does not grow with their number. Every eighth document is held out to choose
+    layers and penalties by. Layers that both models share are found and copied, unless `settings.copies` is false.
+    `progress` receives the tokens prefilled so far, `choosing` the outputs fitted so far, `say` log lines.
+
+    A fit resumes from a checkpoint of the same models, documents and features, also with another method or more
+    tokens. The caller removes it. Raises subclasses of `MapperError`, see `mappers.errors`.
     """
-    # 1. Settings that can't work are refused before anything is loaded.
-    chosen_method = methods.get(method, **options)
-    check_settings(chosen_method, layers, joint, choose, weighting, effective_share, head, tokens, precision)
-    reading = Reading(joint, copies, head, chosen_method.predicts_hidden, weighting, effective_share)
-    # 2. The two models, which must read the same tokens.
+    # 1. Two models with the same token ids.
     folders = local_folder(source), local_folder(target)
     if not same_vocabulary(*folders):
         raise TokenizerMismatch(f"{source} and {target} have different tokenizers; a map needs the same token ids")
-    models = load_model(folders[0], device, dtype), load_model(folders[1], device, dtype)
+    models = (
+        load_model(folders[0], settings.device, settings.dtype),
+        load_model(folders[1], settings.device, settings.dtype),
+    )
     cards = _card(str(source), folders[0], models[0]), _card(str(target), folders[1], models[1])
-    if tokens is not None:
-        check_enough(tokens, chosen_method, (cards[0].geometry, cards[1].geometry), layers, reading)
+    if settings.tokens is not None:
+        check_enough(settings.tokens, settings, cards[0].geometry, cards[1].geometry)
     ropes = Rope.of(models[0]), Rope.of(models[1])
-    projected_by = projections(models[1]) if reading.hidden else None
-    loaded = {} if dtype == "float32" else {"dtype": dtype}  # bundles and checkpoints from before say nothing of it
-    # 3. Statistics of the documents.
+    projected_by = projections(models[1]) if settings.hidden else None
+    # 2. Statistics of the documents.
     began = time.perf_counter()
-    file = None
-    if checkpoint:
-        pair = {"source": cards[0].fingerprint, "target": cards[1].fingerprint}
-        file = Checkpoint(checkpoint, {**pair, **asdict(reading), **loaded}, checkpoint_s, keep)
-    collected = collect(models, ropes, documents, reading, max_tokens=tokens, progress=progress, checkpoint=file)
-    # 4. A choice of source layers and weights for every target layer.
-    judge = AttentionJudge(models, ropes, collected.sample, head) if choose == "attention" else None
-    chooser = Chooser(chosen_method, choose, judge, projected_by)
-    outputs, weights = _solve(chooser, chosen_method.name, collected, layers, precision, choosing, say)
+    checkpoint = None
+    if settings.checkpoint:
+        key = {"source": cards[0].fingerprint, "target": cards[1].fingerprint, **settings.checkpoint_key()}
+        checkpoint = Checkpoint(settings.checkpoint, key, settings.checkpoint_s, settings.keep_checkpoint)
+    statistics = collect(models, ropes, documents, settings, progress=progress, checkpoint=checkpoint)
+    # 3. Source layers and weights for every target layer.
+    judge = AttentionJudge(models, ropes, statistics.sample, settings.head) if settings.choose == "attention" else None
+    chooser = Chooser(settings, judge, projected_by)
+    outputs, weights = _solve(chooser, settings, statistics, choosing, say)
     if say:
-        beside_s = time.perf_counter() - began - collected.reading_s
-        say(f"the models read for {collected.reading_s:.1f} s; all else took {beside_s:.1f} s")
-    # 5. The bundle.
+        solve_s = time.perf_counter() - began - statistics.prefill_s
+        say(f"prefill took {statistics.prefill_s:.1f} s; everything else took {solve_s:.1f} s")
+    # 4. The bundle.
     manifest = Manifest(
         source=cards[0],
         target=cards[1],
-        method=method,
-        options={
-            "layers": layers,
-            "joint": joint,
-            "choose": choose,
-            "weighting": weighting,
-            **({"effective_share": effective_share} if weighting != "uniform" else {}),
-            **loaded,
-            **options,
-        },
+        method=settings.method,
+        options=settings.manifest_options(),
         layers=tuple(
             LayerSpec(keys=outputs["keys", i], values=outputs["values", i]) for i in range(cards[1].num_layers)
         ),
-        precision=precision,
+        precision=settings.precision,
         calibration=Calibration(
-            name=data,
-            digest=collected.digest,
-            num_documents=collected.num_documents,
-            num_tokens=collected.num_tokens,
-            head=head,
+            name=settings.data,
+            digest=statistics.digest,
+            num_documents=statistics.num_documents,
+            num_tokens=statistics.num_tokens,
+            head=settings.head,
         ),
-        gate=gate,
+        gate=settings.gate,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tool_version=tool_version(),
-        licence=licence,
+        licence=settings.licence,
     )
     weights |= {probe_name(role): rope.probe() for role, rope in zip(("source", "target"), ropes, strict=True)}
-    if precision in MEASURED:
-        weights = mixed(manifest, weights, models, collected.sample)
-    return seal(manifest, weights, device)
-
-
-def tool_version() -> str:
-    """The installed version of kvrelay, `0` where it runs uninstalled."""
-    try:
-        return version("kvrelay")
-    except PackageNotFoundError:
-        return "0"
+    if settings.precision in MEASURED:
+        weights = halve_where_safe(manifest, weights, models, statistics.sample)
+    return seal(manifest, weights, settings.device)
 
 
 def _solve(
     chooser: Chooser,
-    method: str,
-    collected: CalibrationStatistics,
-    layers: Layers,
-    precision: Precision,
+    settings: FitSettings,
+    statistics: CalibrationStatistics,
     choosing: Progress | None,
     say: Callable[[str], None] | None,
 ) -> tuple[dict[Target, OutputSpec], dict[str, Tensor]]:
-    outputs = {target: _copied(target, layer) for target, layer in collected.copies.items()}
+    """Return the spec of every output, and the tensors of the bundle by name."""
+    outputs = {
+        (kind, i): OutputSpec(method=COPY, key_layers=(layer,))
+        if kind == "keys"
+        else OutputSpec(method=COPY, value_layers=(layer,))
+        for (kind, i), layer in statistics.copies.items()
+    }
     weights: dict[str, Tensor] = {}
-    done, total = 0, sum(len(group.targets) for group in collected.groups)
-    for group in collected.groups:
+    done, total = 0, sum(len(group.targets) for group in statistics.groups)
+    for group in statistics.groups:
         if say:
             say(f"choosing source layers for {len(group.targets)} outputs from {' and '.join(group.kinds)}")
-        for wanted, choice in zip(group.targets, chooser.choices(group, layers), strict=True):
+        for wanted, choice in zip(group.targets, chooser.choices(group), strict=True):
             done += 1
             if choosing:
                 choosing(done, total)
             for (kind, layer), solution in chooser.outputs(wanted, choice.solution).items():
-                if (kind, layer) not in collected.copies:
-                    outputs[kind, layer] = _described(method, choice, solution)
-                    weights |= stored(layer, kind, solution, precision)
+                if (kind, layer) not in statistics.copies:
+                    outputs[kind, layer] = _spec(settings.method, choice, solution)
+                    weights |= tensors_of(layer, kind, solution, settings.precision)
     return outputs, weights
 
 
-def _described(method: str, choice: Choice, solution: methods.Solution) -> OutputSpec:
+def _spec(method: str, choice: Choice, solution: Solution) -> OutputSpec:
     return OutputSpec(
         method=method,
         key_layers=tuple(layer for kind, layer in choice.blocks if kind == "keys"),
@@ -199,12 +158,6 @@ def _described(method: str, choice: Choice, solution: methods.Solution) -> Outpu
         r2=round(choice.r2, 6),
         **solution.structure(),
     )
-
-
-def _copied(target: Target, layer: int) -> OutputSpec:
-    if target[0] == "keys":
-        return OutputSpec(method=COPY, key_layers=(layer,))
-    return OutputSpec(method=COPY, value_layers=(layer,))
 
 
 def _card(name: str, folder: Path, model: Any) -> ModelCard:
@@ -221,47 +174,13 @@ def _card(name: str, folder: Path, model: Any) -> ModelCard:
     )
 
 
-def check_settings(
-    method: methods.Method,
-    layers: Layers,
-    joint: bool,
-    choose: str,
-    weighting: str,
-    effective_share: float,
-    head: int,
-    tokens: int | None,
-    precision: str,
-) -> None:
-    """Raise `MapperError` for settings of `fit` that can't work, whatever the models."""
-    check_way(choose)
-    check_weighting(weighting, effective_share)
-    if tokens is not None and tokens < 1:
-        raise MapperError(f"tokens is {tokens}; allowed: 1 and more")
-    if joint and method.max_layers:
-        raise MapperError(f"{method.name} maps keys from keys and values from values; it can't be joint")
-    if layers != AUTO and (isinstance(layers, str) or layers < 1):
-        raise MapperError(f"layers is {layers}; allowed: 1 and more, {AUTO}")
-    if head < 0:
-        raise MapperError(f"head is {head}; allowed: 0 and more")
-    if precision not in get_args(Precision):
-        raise MapperError(f"unknown precision {precision!r}; allowed: {', '.join(get_args(Precision))}")
-
-
-def check_enough(
-    num_tokens: float,
-    method: methods.Method,
-    geometries: tuple[KVGeometry, KVGeometry],
-    layers: Layers,
-    reading: Reading,
-) -> None:
-    """Raise `CalibrationTooSmall` if a map between caches of these geometries can't be fitted by so many tokens."""
-    source, target = geometries
-    most = 1 if isinstance(layers, str) else min(layers, source.num_layers, method.max_layers or layers)
-    features = most * source.width * len(reading.together[0])
-    layout = methods.Layout(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
-    needed = method.tokens_needed(features, layout)
+def check_enough(num_tokens: float, settings: FitSettings, source: KVGeometry, target: KVGeometry) -> None:
+    """Raise `CalibrationTooSmall` if `num_tokens` tokens are too few to fit a map between these geometries."""
+    layers = settings.max_layers(source.num_layers, auto=1)
+    features = layers * source.width * len(settings.feature_kinds[0])
+    needed = settings.mapping_method.tokens_needed(features, Layout.between(source, target))
     if num_tokens < needed:
         raise CalibrationTooSmall(
-            f"{num_tokens:.0f} tokens for {features} features; at least {needed} are needed beside what is held out "
-            f"(more data, or fewer source layers)"
+            f"{num_tokens:.0f} tokens for {features} features; at least {needed} are needed besides the held-out ones "
+            f"(use more data or fewer source layers)"
         )

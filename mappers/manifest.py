@@ -1,9 +1,10 @@
-"""What a bundle says about itself: `manifest.json`, as frozen values."""
+"""The bundle's `manifest.json` as frozen values: models, layers, calibration, evaluation and quality gate."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
@@ -19,18 +20,36 @@ DEFAULT_MIN_TOP1 = 0.80
 DEFAULT_MIN_DOCUMENTS = 50
 DEFAULT_LENGTHS = (384, 1024, 2048)
 DEFAULT_HEAD, DEFAULT_TAIL, DEFAULT_SCORED = 4, 64, 128
-# What does not change the map: a bundle keeps its id when it is evaluated again, or fitted again to the same weights.
+LICENCE = "Fitted from the outputs of both models named here; the terms of both apply."
+# Fields that do not affect the map. The bundle id ignores them, so a new evaluation or an identical refit keeps the id.
 NOT_IDENTITY = frozenset({"digest", "evaluation", "report_sha256", "gate", "created", "tool_version"})
 
-Block = tuple[Kind, int]  # a source layer's keys, or its values
-Target = tuple[Kind, int]  # a target layer's keys, or its values
-Precision = Literal["float16", "float32", "mixed", "bfloat16"]  # of the matrices
-MEASURED = {"mixed": torch.float16, "bfloat16": torch.bfloat16}  # halves where they are found to cost little
+Block = tuple[Kind, int]  # keys or values of one source layer
+Target = tuple[Kind, int]  # keys or values of one target layer
+Precision = Literal["float16", "float32", "mixed", "bfloat16"]  # of the stored matrices
+# Precisions that store half-precision matrices only where the measured loss is small.
+MEASURED = {"mixed": torch.float16, "bfloat16": torch.bfloat16}
 KINDS: tuple[Kind, Kind] = ("keys", "values")
 
 
+def weight_name(layer: int, kind: Kind, part: str) -> str:
+    return f"layers.{layer}.{kind}.{part}"
+
+
+def probe_name(role: str) -> str:
+    return f"rope.{role}.probe"
+
+
+def tool_version() -> str:
+    """Return the installed version of kvrelay, `0` if it is not installed."""
+    try:
+        return version("kvrelay")
+    except PackageNotFoundError:
+        return "0"
+
+
 def _is_unset(value: Any) -> bool:
-    """Fields that came later are left out where they say nothing, so that a bundle from before keeps its id."""
+    """Exclude fields added after format version 1 when empty, so that older bundles keep their ids."""
     return not value
 
 
@@ -56,11 +75,11 @@ class ModelCard(Frozen):
 
 
 class OutputSpec(Frozen):
-    """Where one target layer's keys (or values) come from: source layers' keys, source layers' values, or both.
+    """How one target layer's keys (or values) are computed.
 
-    Method `copy` passes one source layer through and stores no weights. Others store a matrix from the blocks of
-    features (the key layers, then the value layers) to the layer: whole, or with a `rank` as two factors, or with
-    `heads` by target head, from one source head of every block. `r2` is that on held-out documents.
+    Method `copy` passes one source layer through and stores no weights. All others multiply the features of the key
+    layers, then of the value layers, by a stored matrix. It has one of three forms: whole; two factors of `rank`; or,
+    with `heads`, one small matrix per target head, applied to one source head of every block. `r2` is held-out R².
     """
 
     method: str
@@ -73,7 +92,7 @@ class OutputSpec(Frozen):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What the output is computed from, in the order of its matrix's rows."""
+        """Source blocks in the order of the matrix rows."""
         keys: tuple[Block, ...] = tuple(("keys", layer) for layer in self.key_layers)
         return keys + tuple(("values", layer) for layer in self.value_layers)
 
@@ -87,7 +106,7 @@ class LayerSpec(Frozen):
 
 
 class Calibration(Frozen):
-    """What the map was fitted on. `digest` is SHA-256 over the token ids, `head` the tokens left out of each start."""
+    """The data of the fit. `digest` is SHA-256 over the token ids; `head` tokens of each document were skipped."""
 
     name: str
     digest: str
@@ -97,11 +116,11 @@ class Calibration(Frozen):
 
 
 class ArmScore(Frozen):
-    """How the target model predicts on one kind of cache, against its own native one.
+    """Predictions of the target model over one kind of cache, compared with those over its native cache.
 
-    `ppl_ratio` is the exponential of the mean over documents of the difference in mean log-loss, `ppl_low` and
-    `ppl_high` its bootstrap 95% interval; `top1` the share of equal most likely tokens; `kl_*` in nats. `documents`
-    tells how many were scored, each at one length or several.
+    `ppl_ratio` is exp(mean over documents of the difference in mean log-loss); `ppl_low` and `ppl_high` are its 95%
+    bootstrap interval. `top1` is the share of positions with the same most likely token. `kl_*` are in nats.
+    `documents` counts the scored documents, each at one or more prefix lengths.
     """
 
     arm: str
@@ -121,9 +140,9 @@ class LengthScores(Frozen):
 
 
 class LayerCosine(Frozen):
-    """Attention of one target layer over the served cache against that over its native one, its queries native.
+    """Cosine between one target layer's attention outputs over the served cache and over the native one.
 
-    Cosine of a head's output: `mean` over heads and tokens, `min` that of the worst head.
+    The queries are native. `mean` is over heads and tokens, `min` is the worst head's mean.
     """
 
     layer: int
@@ -132,17 +151,19 @@ class LayerCosine(Frozen):
 
 
 class DistanceCosine(Frozen):
-    """The same, mean over layers too, where only tokens at this distance before the native tail are mapped (a span of
-    `mappers.protocol.SPANS`)."""
+    """The same cosine, averaged over layers, with only the tokens at one distance before the native tail mapped.
+
+    `distance` is a key of `mappers.protocol.SPANS`.
+    """
 
     distance: str
     mean: float
 
 
 class GreedyScore(Frozen):
-    """Free-running generation over the served cache against that over the native one, most likely token first.
+    """Greedy generation over the served cache compared with that over the native one.
 
-    `agreement` is the share of equal tokens at equal places; `identical` that of generations without any difference.
+    `agreement` is the share of positions with equal tokens, `identical` the share of identical generations.
     """
 
     tokens: int
@@ -152,7 +173,7 @@ class GreedyScore(Frozen):
 
 
 class Evaluation(Frozen):
-    """Result of the fixed quality protocol: `arms` over all lengths, `lengths` for each alone."""
+    """Result of the quality protocol: `arms` over all prefix lengths, `lengths` for each one."""
 
     data: str
     head: int
@@ -170,8 +191,10 @@ class Evaluation(Frozen):
 
 
 class QualityGate(Frozen):
-    """What a worker asks of a bundle's evaluation before it uses it: how good its arm `hybrid` is, and that this was
-    found out by the quality protocol, not by an easier one."""
+    """Minimum quality a worker requires of a bundle.
+
+    Bounds both the scores of the arm `hybrid` and the protocol behind them, so that an easier one does not pass.
+    """
 
     max_ppl_ratio: float = DEFAULT_MAX_PPL_RATIO
     min_top1: float = DEFAULT_MIN_TOP1
@@ -182,37 +205,36 @@ class QualityGate(Frozen):
     max_tail: int = DEFAULT_TAIL
 
     def objection(self, evaluation: Evaluation | None) -> str | None:
-        """What speaks against a bundle with this evaluation, None if nothing does."""
+        """Return why a bundle with this evaluation fails the gate, None if it passes."""
         score = evaluation.arm("hybrid") if evaluation else None
+        # 1. The scores.
         if evaluation is None or score is None:
             return "it has no evaluation; run kvrelay eval with --write"
         if score.ppl_ratio > self.max_ppl_ratio:
             return f"perplexity ratio {score.ppl_ratio:.3f} is over the gate's {self.max_ppl_ratio}"
         if score.top1 < self.min_top1:
             return f"top-1 agreement {score.top1:.3f} is below the gate's {self.min_top1}"
-        return self._shortcut(evaluation)
-
-    def _shortcut(self, evaluation: Evaluation) -> str | None:
-        """Where the evaluation made it easier for the bundle than the gate allows."""
+        # 2. The protocol: no shorter prefixes, fewer documents or more native tokens than the gate allows.
         documents = {at.length: at.num_documents for at in evaluation.lengths}
         for length in self.lengths:
             if documents.get(length, 0) < self.min_documents:
                 return (
-                    f"judged on {documents.get(length, 0)} documents at prefix length {length}; the gate asks for "
+                    f"evaluated on {documents.get(length, 0)} documents at prefix length {length}; the gate requires "
                     f"{self.min_documents}"
                 )
         if self.lengths and min(documents) < min(self.lengths):
-            return f"judged at prefix length {min(documents)} too; the gate asks for {min(self.lengths)} and more"
+            return f"evaluated at prefix length {min(documents)}; the gate requires at least {min(self.lengths)}"
         if evaluation.scored < self.min_scored:
-            return f"judged on {evaluation.scored} tokens behind a prefix; the gate asks for {self.min_scored}"
-        for what, found, most in (("head", evaluation.head, self.max_head), ("tail", evaluation.tail, self.max_tail)):
-            if found > most:
-                return f"judged with {what} {found}; the gate allows {most}"
+            return f"evaluated on {evaluation.scored} tokens after a prefix; the gate requires {self.min_scored}"
+        if evaluation.head > self.max_head:
+            return f"evaluated with head {evaluation.head}; the gate allows {self.max_head}"
+        if evaluation.tail > self.max_tail:
+            return f"evaluated with tail {evaluation.tail}; the gate allows {self.max_tail}"
         return None
 
 
 class Manifest(Frozen):
-    """`report_sha256` is that of the page that the evaluation can be looked at in, if one stands in the bundle."""
+    """Everything a bundle states about itself. `report_sha256` is the digest of its HTML report, empty without one."""
 
     format_version: Literal[1] = FORMAT_VERSION
     source: ModelCard
@@ -233,12 +255,12 @@ class Manifest(Frozen):
 
     @property
     def copied_layers(self) -> tuple[int, ...]:
-        """Target layers whose keys and values are the source's own."""
+        """Target layers whose keys and values are both copied from the source."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.keys.method == spec.values.method == COPY)
 
     @property
     def copies(self) -> dict[int, int]:
-        """Those of them that are one source layer, keys and values, each with that layer."""
+        """Source layer of each target layer whose keys and values are copies of the same one."""
         sources = {i: (self.layers[i].keys.key_layers, self.layers[i].values.value_layers) for i in self.copied_layers}
         return {layer: keys[0] for layer, (keys, values) in sources.items() if keys == values}
 
@@ -248,14 +270,6 @@ class Manifest(Frozen):
 
 
 def digest_of(manifest: dict[str, Any], leave_out: frozenset[str] = frozenset({"digest"})) -> str:
-    """SHA-256 over the canonical JSON of a manifest, which names the weights by their own digest."""
+    """Return SHA-256 over the manifest's canonical JSON. The manifest contains the digest of the weights."""
     kept = {name: value for name, value in manifest.items() if name not in leave_out}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def weight_name(layer: int, kind: Kind, part: str) -> str:
-    return f"layers.{layer}.{kind}.{part}"
-
-
-def probe_name(role: str) -> str:
-    return f"rope.{role}.probe"

@@ -1,4 +1,4 @@
-"""`Mapper`: a fitted map from the KV cache of one model to that of another, ready to be applied."""
+"""`Mapper`: applies a fitted map from the KV cache of one model to that of another."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from mappers.apply import Workspace, outputs_of
 from mappers.cache import KVCache, KVChunk
 from mappers.errors import BundleCorrupt, FingerprintMismatch, GeometryMismatch, MapperError, TokenizerMismatch
-from mappers.manifest import COPY, KINDS, MEASURED, Manifest, QualityGate, probe_name
-from mappers.models import read
+from mappers.manifest import COPY, DEFAULT_HEAD, KINDS, MEASURED, Manifest, QualityGate, probe_name
+from mappers.models import prefill
 from mappers.rope import TOLERANCE, Rope
 
 Sink = Callable[[int, Tensor, Tensor], None]
@@ -22,10 +22,10 @@ TogetherSink = Callable[[int, Tensor], None]
 
 
 class Mapper:
-    """Maps caches of `manifest.source` to caches of `manifest.target`. May be used by several threads at once.
+    """Maps caches of `manifest.source` to caches of `manifest.target`. Thread-safe.
 
-    Computes in float32; with `halves` what is stored in half precision is multiplied as such, though summed in float32.
-    That is the default on a GPU for maps whose halves were found to bear it (`mappers.weights`).
+    Computes in float32. With `halves`, matrices stored in half precision are multiplied as such, with float32 sums.
+    This is the default on a GPU for the precisions that were measured to tolerate it.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Mapper:
         self.manifest = manifest
         self.weights = dict(weights)
         self.device = torch.device(device)
-        self.source_rope, self.target_rope = ropes_of(manifest, weights)
+        self.source_rope, self.target_rope = _ropes_of(manifest, weights)
         if halves is None:
             halves = self.device.type == "cuda" and manifest.precision in MEASURED
         on_device = {name: tensor.to(self.device) for name, tensor in weights.items()}
@@ -44,12 +44,12 @@ class Mapper:
 
     @cached_property
     def bundle_id(self) -> str:
-        """16 hex digits that name this map: the same for as long as its weights and its models are."""
+        """16 hex digits that identify the map by its weights and models."""
         return self.manifest.bundle_id
 
     @property
     def weight_bytes(self) -> int:
-        """Of the map as stored."""
+        """Size of the weights as stored."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
     def check(self, source_fingerprint: str, target_fingerprint: str) -> None:
@@ -65,9 +65,9 @@ class Mapper:
                 )
 
     def check_tokenizers(self, source: str | None = None, target: str | None = None) -> None:
-        """Raise `TokenizerMismatch` if a model has another tokenizer or chat template than it had at the fit.
+        """Raise `TokenizerMismatch` if a model's tokenizer or chat template has changed since the fit.
 
-        Digests as of `mappers.tokenizer_digest`; one that is not known, here or in the bundle, is not compared.
+        Digests as of `mappers.tokenizer_digest`. A digest that is unknown here or in the bundle is not compared.
         """
         for role, card, given in (("source", self.manifest.source, source), ("target", self.manifest.target, target)):
             known = card.tokenizer_digest
@@ -78,20 +78,20 @@ class Mapper:
                 )
 
     def gate(self, **bounds: Any) -> QualityGate:
-        """The gate with these `bounds`; a field that is None is taken from the bundle, or else the default."""
-        asked = {name: bound for name, bound in bounds.items() if bound is not None}
-        return (self.manifest.gate or QualityGate()).model_copy(update=asked)
+        """Return the gate with these `bounds`. A bound that is missing or None is the bundle's, or else the default."""
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        return (self.manifest.gate or QualityGate()).model_copy(update=given)
 
     def refusal(self, **bounds: Any) -> str | None:
-        """Why this map may not be used, None if it may: its evaluation against the `gate` with these bounds."""
+        """Return why this map fails the gate with these bounds, None if it passes."""
         objection = self.gate(**bounds).objection(self.manifest.evaluation)
         return f"bundle {self.bundle_id}: {objection}" if objection else None
 
     def map_into(self, chunk: KVChunk, sink: Sink) -> None:
-        """Map one chunk of tokens and hand it out target layer by target layer.
+        """Map one chunk of tokens and pass it on target layer by target layer.
 
-        `sink(layer, keys, values)` gets float32 views (H, T, D) of scratch, keys post-RoPE at the chunk's own
-        positions, valid only until `sink` returns. Raises `GeometryMismatch` for a chunk of another shape.
+        `sink(layer, keys, values)` receives float32 views (H, T, D) of scratch memory, valid until it returns. Keys are
+        post-RoPE at the chunk's own positions. Raises `GeometryMismatch` for a chunk of another shape.
         """
 
         def each(first: int, states: Tensor) -> None:
@@ -102,24 +102,26 @@ class Mapper:
 
     @torch.no_grad()
     def map_together(self, chunk: KVChunk, sink: TogetherSink, *, copies: bool = True) -> None:
-        """The same, but neighbouring layers together, as many as find room in scratch: on a CPU, writing them at once
-        takes less than half the time. `sink(first, states)` gets the layers from `first` on: (n, 2, T, H, D), keys and
-        values. Without `copies`, the layers in `manifest.copies` are left to whoever takes them from the source.
+        """Map one chunk and pass on as many adjacent layers at once as fit in scratch memory.
+
+        On a CPU, writing them together takes less than half the time. `sink(first, states)` receives the layers from
+        `first` on as (n, 2, T, H, D), keys and values. Without `copies`, the layers in `manifest.copies` are skipped;
+        the caller takes them from the source.
         """
         if chunk.geometry != self.manifest.source.geometry:
             raise GeometryMismatch(f"{chunk.geometry}; this map takes {self.manifest.source.geometry}")
-        left_out = {} if copies else self.manifest.copies
+        skipped = {} if copies else self.manifest.copies
         work = self._workspace().begin(chunk, self.source_rope, self.target_rope)
-        wanted = [layer for layer in range(len(self._outputs)) if layer not in left_out]
-        for layers in _neighbours(wanted, len(work.rooms)):
-            rooms = work.rooms[: len(layers)]
-            for layer, room in zip(layers, rooms, strict=True):
-                for output, half in zip(self._outputs[layer], room, strict=True):
-                    output.make(work, half)
-            sink(layers[0], rooms)
+        wanted = [layer for layer in range(len(self._outputs)) if layer not in skipped]
+        for layers in _adjacent_runs(wanted, len(work.slots)):
+            slots = work.slots[: len(layers)]
+            for layer, slot in zip(layers, slots, strict=True):
+                for output, half in zip(self._outputs[layer], slot, strict=True):
+                    output.compute(work, half)
+            sink(layers[0], slots)
 
     def map(self, source: KVCache) -> KVCache:
-        """The target's cache of the same tokens at the same positions."""
+        """Return the target's cache of the same tokens at the same positions."""
         keys: list[Tensor] = []
         values: list[Tensor] = []
 
@@ -132,7 +134,7 @@ class Mapper:
 
     @property
     def scratch_bytes(self) -> int:
-        """What this thread keeps for mapping: bounded by the longest chunk so far."""
+        """Scratch memory of this thread, bounded by its longest chunk so far."""
         return self._workspace().num_bytes
 
     def _workspace(self) -> Workspace:
@@ -142,11 +144,39 @@ class Mapper:
         return workspace
 
 
-def _neighbours(layers: Iterable[int], most: int) -> Iterator[list[int]]:
-    """Runs of layers that follow one another, none longer than `most`."""
+def replay(
+    mapper: Mapper,
+    source_model: Any,
+    target_model: Any,
+    token_ids: Sequence[int],
+    num_tokens: int,
+    head: int = DEFAULT_HEAD,
+) -> KVCache:
+    """Compute offline what the target's cache must hold after a handoff of the first `num_tokens` tokens.
+
+        [0, head)            prefilled by the target
+        [head, num_tokens)   prefilled by the source, mapped
+
+    This defines the right answer on a mapped path. The native tail and the answer attend over this cache at positions
+    from `num_tokens` on. Raises `MapperError` for bounds out of order.
+    """
+    if not 0 <= head <= num_tokens <= len(token_ids) or num_tokens == 0:
+        raise MapperError(
+            f"head {head}, num_tokens {num_tokens}; allowed: 1 to {len(token_ids)} tokens, head 0 to num_tokens"
+        )
+    parts = []
+    if head:
+        parts.append(prefill(target_model, token_ids[:head]))
+    if head < num_tokens:
+        parts.append(mapper.map(prefill(source_model, token_ids[:num_tokens]).slice(head, num_tokens)))
+    return KVCache.concatenate(parts)
+
+
+def _adjacent_runs(layers: Iterable[int], max_length: int) -> Iterator[list[int]]:
+    """Yield runs of consecutive layers, none longer than `max_length`."""
     run: list[int] = []
     for layer in layers:
-        if run and (layer != run[-1] + 1 or len(run) == most):
+        if run and (layer != run[-1] + 1 or len(run) == max_length):
             yield run
             run = []
         run.append(layer)
@@ -154,14 +184,16 @@ def _neighbours(layers: Iterable[int], most: int) -> Iterator[list[int]]:
         yield run
 
 
-def ropes_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> tuple[Rope, Rope]:
-    """RoPE of source and target, rebuilt from their configs. Raises `BundleCorrupt` if the installed transformers
-    computes other factors than the one that the map was fitted with."""
+def _ropes_of(manifest: Manifest, weights: Mapping[str, Tensor]) -> tuple[Rope, Rope]:
+    """Rebuild the RoPE of source and target from their configs.
+
+    Raises `BundleCorrupt` if the installed transformers computes other factors than those of the fit.
+    """
     ropes = Rope.from_config(manifest.source.config), Rope.from_config(manifest.target.config)
     for role, rope in zip(("source", "target"), ropes, strict=True):
         stored, now = weights.get(probe_name(role)), rope.probe()
         if stored is None or stored.shape != now.shape or not torch.allclose(stored, now, atol=TOLERANCE):
-            raise BundleCorrupt(f"the {role}'s RoPE is not the one that this bundle was fitted with")
+            raise BundleCorrupt(f"the {role}'s RoPE differs from the one this bundle was fitted with")
     return ropes
 
 
@@ -179,24 +211,3 @@ def _check_layers(manifest: Manifest) -> None:
             own = output.key_layers if kind == "keys" else output.value_layers
             if output.method == COPY and (len(used) != 1 or len(own) != 1 or not same_shape):
                 raise BundleCorrupt(f"layer {layer} {kind}: a copy takes one source layer of the same kind and shape")
-
-
-def replay(
-    mapper: Mapper, source_model: Any, target_model: Any, token_ids: Sequence[int], num_tokens: int, head: int = 4
-) -> KVCache:
-    """The target's cache of the first `num_tokens` tokens after a handoff.
-
-        [0, head)            read natively by the target
-        [head, num_tokens)   read by the source, mapped
-
-    What the target reads behind it (the native tail, the answer) attends over this cache at positions from
-    `num_tokens` on.
-    """
-    if not 0 <= head <= num_tokens <= len(token_ids) or num_tokens == 0:
-        raise MapperError(f"head {head}, num_tokens {num_tokens}: need 0 <= head <= num_tokens <= {len(token_ids)}")
-    parts = []
-    if head:
-        parts.append(read(target_model, token_ids[:head]))
-    if head < num_tokens:
-        parts.append(mapper.map(read(source_model, token_ids[:num_tokens]).slice(head, num_tokens)))
-    return KVCache.concatenate(parts)

@@ -1,9 +1,9 @@
-"""The quality protocol: which prefixes of which documents are judged.
+"""The quality protocol: which prefixes of which documents are evaluated.
 
-For each document and prefix length L the target predicts the next `scored` tokens teacher-forced:
+For each document and prefix length L the target predicts the next `scored` tokens, teacher-forced:
 
     0      head                 L - tail        L              L + scored
-    |native|       mapped       |  read natively, over the map  |
+    |native|       mapped       | prefilled natively, over the map |
                                                 ^ scored from here
 """
 
@@ -18,16 +18,17 @@ from mappers.manifest import DEFAULT_HEAD, DEFAULT_LENGTHS, DEFAULT_SCORED, DEFA
 from mappers.model_config import context_of
 
 NUM_DOCUMENTS, NUM_CONTROLS = 50, 10
-# Distances before the native tail, the same whatever the prefix: a span stands for equal places at all lengths.
+# Distances before the native tail. They do not depend on the prefix length, so spans compare across lengths.
 SPANS = {"0-64": (0, 64), "64-256": (64, 256), "256-512": (256, 512), "512-1024": (512, 1024), "1024+": (1024, None)}
 
 
 @dataclass(frozen=True)
 class QualityProtocol:
-    """Which prefixes are judged, and how. `num_documents` is wanted for each length.
+    """Prefix lengths and documents of an evaluation, `num_documents` at each length.
 
-    The controls only have to tell a map from none, which they do on `num_controls` documents; what is served is judged
-    on all. `greedy` tokens are generated freely on those same few, native against served; 0 leaves that out.
+    Controls only have to show that a map does better than none, for which `num_controls` documents are enough. What is
+    served is evaluated on all documents. On the control documents `greedy` tokens are also generated, over the native
+    and over the served cache; 0 skips this.
     """
 
     lengths: tuple[int, ...] = DEFAULT_LENGTHS
@@ -39,29 +40,27 @@ class QualityProtocol:
     greedy: int = 0
 
     def __post_init__(self) -> None:
-        least = {"head": 0, "tail": 1, "scored": 1, "num_documents": 1, "num_controls": 0, "greedy": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise MapperError(f"{name} is {getattr(self, name)}; allowed: {smallest} and more")
+        minimum = {"head": 0, "tail": 1, "scored": 1, "num_documents": 1, "num_controls": 0, "greedy": 0}
+        for name, least in minimum.items():
+            if getattr(self, name) < least:
+                raise MapperError(f"{name} is {getattr(self, name)}; allowed: {least} or more")
         if not self.lengths or min(self.lengths) <= self.head + self.tail:
             raise MapperError(f"lengths {self.lengths}: each must exceed head + tail = {self.head + self.tail}")
 
     def check_context(self, *models: Any) -> None:
-        """Raise `MapperError` if one of the models can't read as far as the protocol goes."""
+        """Raise `MapperError` if the protocol exceeds the context of one of the models."""
         needed = max(self.lengths) + max(self.scored, self.greedy)
         for model in models:
             context = context_of(model.config)
             if needed > context:
-                raise MapperError(
-                    f"{needed} tokens are more than the {context} that {model.config.model_type} can read"
-                )
+                raise MapperError(f"{needed} tokens exceed the context of {context} of {model.config.model_type}")
 
 
 @dataclass(frozen=True)
 class EvalDocument:
-    """Token ids of a document, cut behind what is scored, and the prefix lengths that it is judged at.
+    """Token ids of a document, cut after the scored tokens, and the prefix lengths it is evaluated at.
 
-    At the lengths in `controls` the controls are judged on it as well.
+    Controls are evaluated at the lengths in `controls` only.
     """
 
     index: int
@@ -71,7 +70,7 @@ class EvalDocument:
 
 
 def choose_documents(documents: Iterable[Sequence[int]], protocol: QualityProtocol) -> list[EvalDocument]:
-    """The first documents long enough for each length, longest first; reads no further than it must."""
+    """Return the first documents long enough for each length, longest first; stops at the last one needed."""
     missing = dict.fromkeys(protocol.lengths, protocol.num_documents)
     longest = 0
     chosen = []
@@ -91,18 +90,18 @@ def choose_documents(documents: Iterable[Sequence[int]], protocol: QualityProtoc
     return sorted(chosen, key=lambda document: -len(document.ids))
 
 
-def others(chosen: list[EvalDocument]) -> list[EvalDocument | None]:
-    """For each document another one, if possible as long: the one before it, for the first the one behind."""
+def other_documents(chosen: list[EvalDocument]) -> list[EvalDocument | None]:
+    """Return for each document another one, at least as long if possible: the one before, for the first the second."""
     return [chosen[1] if len(chosen) > 1 else None, *chosen[:-1]]
 
 
-def tokens_read(document: EvalDocument, protocol: QualityProtocol, num_mappers: int = 1) -> int:
-    """About how many tokens two models read to judge this document; tells how much of the work is done."""
+def estimated_tokens(document: EvalDocument, protocol: QualityProtocol, num_mappers: int = 1) -> int:
+    """Estimate the tokens both models process to evaluate this document, for progress."""
     served, controls = 2 * protocol.scored + protocol.tail, 5 * (protocol.scored + protocol.tail) + 2 * protocol.greedy
     return 2 * len(document.ids) + num_mappers * (len(document.lengths) * served + len(document.controls) * controls)
 
 
 def spans(num_tokens: int) -> dict[str, tuple[int, int]]:
-    """Those of `SPANS` that some of `num_tokens` tokens lie in, as far as they go, nearest first."""
-    there = {name: span for name, span in SPANS.items() if span[0] < num_tokens}
-    return {name: (near, min(far or num_tokens, num_tokens)) for name, (near, far) in there.items()}
+    """Return the `SPANS` that contain some of the last `num_tokens` tokens, clipped to them, nearest first."""
+    present = {name: span for name, span in SPANS.items() if span[0] < num_tokens}
+    return {name: (near, min(far or num_tokens, num_tokens)) for name, (near, far) in present.items()}

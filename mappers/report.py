@@ -38,15 +38,13 @@ class EvaluatedBundle:
         layers = self.evaluation.attention
         return sum(layer.mean for layer in layers) / len(layers) if layers else None
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """As JSON: the bundle, its evaluation's fields, and its size and speed."""
-        told = {"bundle": self.mapper.bundle_id, **self.evaluation.model_dump(mode="json")}
-        told |= {"method": self.mapper.manifest.method, "weight_bytes": self.mapper.weight_bytes}
-        return told | ({"speed": self.speed.told} if self.speed else {})
+    def as_json(self) -> dict[str, Any]:
+        values = {"bundle": self.mapper.bundle_id, **self.evaluation.model_dump(mode="json")}
+        values |= {"method": self.mapper.manifest.method, "weight_bytes": self.mapper.weight_bytes}
+        return values | ({"speed": self.speed.as_json()} if self.speed else {})
 
 
-def told(rows: Sequence[PartScore]) -> list[dict[str, Any]]:
+def diagnosis_json(rows: Sequence[PartScore]) -> list[dict[str, Any]]:
     """A diagnosis as JSON."""
     return [{"by": row.by, "part": row.part, **row.score.model_dump(mode="json")} for row in rows]
 

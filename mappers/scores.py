@@ -1,4 +1,4 @@
-"""From next-token distributions to the figures of an evaluation."""
+"""Scores: from next-token distributions to the figures of an evaluation."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SEED = 0
 
 @dataclass(frozen=True)
 class DocumentScore:
-    """One arm on one document at one prefix length, against the target's native cache. `kl` is nats a token, (N,)."""
+    """One arm on one document at one prefix length, compared with the native cache. `kl` (N,) is in nats per token."""
 
     arm: str
     document: int
     length: int
-    log_ratio: float  # mean log-loss of the arm less that of the native cache
+    log_ratio: float  # mean log-loss of the arm minus that of the native cache
     top1: float
     kl: Tensor
 
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """Cosines between the attention's outputs over the native cache and over the served one, (layers, heads).
+    """Cosines (layers, heads) between attention outputs over the native cache and over the served one.
 
-    `by_distance`: the mean where only one span of tokens is mapped, by its name.
+    `by_distance` is the mean with only one span of tokens mapped, by the span's name.
     """
 
     cosines: Tensor
@@ -42,9 +42,9 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class PrefixScores:
-    """All that one mapper's caches score on one document at one prefix length.
+    """All scores of one mapper on one document at one prefix length.
 
-    Where they were measured: `attention`, and `greedy`, the agreement of what is generated freely.
+    `attention` and `greedy`, the agreement of free generation, are measured on control documents only.
     """
 
     scores: tuple[DocumentScore, ...]
@@ -66,17 +66,19 @@ def compare(arm: str, document: int, length: int, native: Tensor, other: Tensor,
 
 
 def summarise(scores: Iterable[DocumentScore], arms: Iterable[str]) -> tuple[ArmScore, ...]:
-    """One row an arm, in the order of `arms`: means over documents at each length, then over lengths."""
+    """Return one row per scored arm, in the order of `arms`: mean over documents, then over prefix lengths."""
     by_arm: dict[str, list[DocumentScore]] = defaultdict(list)
     for score in scores:
         by_arm[score.arm].append(score)
-    return tuple(_row(arm, by_arm[arm]) for arm in arms if by_arm[arm])
+    return tuple(_arm_score(arm, by_arm[arm]) for arm in arms if by_arm[arm])
 
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """One mapper's perplexity over another's, on the same documents: the mean as `summarise` takes it, and its 95%
-    interval. `ratios` are by document and prefix length."""
+    """Perplexity of one mapper over another's on the same documents, averaged as by `summarise`.
+
+    `low` and `high` are the 95% interval; `ratios` are by document and prefix length.
+    """
 
     arm: str
     ratio: float
@@ -86,62 +88,63 @@ class PairedRatio:
 
     @property
     def is_tie(self) -> bool:
-        """Whether they may be equal for all that is known: one document tells of no other."""
+        """Whether the difference is not significant, as on a single document."""
         return len({document for document, _ in self.ratios}) < 2 or self.low <= 1 <= self.high
 
 
-def paired(arm: str, ours: Iterable[DocumentScore], theirs: Iterable[DocumentScore]) -> PairedRatio:
-    """Compare what two mappers score in one arm, where both were scored."""
-    other = {(score.document, score.length): score.log_ratio for score in theirs if score.arm == arm}
-    mine = [score for score in ours if score.arm == arm and (score.document, score.length) in other]
-    differences = [score.log_ratio - other[score.document, score.length] for score in mine]
-    table = _table(mine, differences)
+def paired(arm: str, first: Iterable[DocumentScore], second: Iterable[DocumentScore]) -> PairedRatio:
+    """Compare one arm of two mappers where both were scored."""
+    base = {(score.document, score.length): score.log_ratio for score in second if score.arm == arm}
+    scores = [score for score in first if score.arm == arm and (score.document, score.length) in base]
+    differences = [score.log_ratio - base[score.document, score.length] for score in scores]
+    table = _table(scores, differences)
     low, high = _interval(table)
-    ratios = {(each.document, each.length): math.exp(d) for each, d in zip(mine, differences, strict=True)}
+    ratios = {(each.document, each.length): math.exp(d) for each, d in zip(scores, differences, strict=True)}
     return PairedRatio(arm, _mean_exp(table), low, high, ratios)
 
 
-def attention_of(verdicts: Iterable[PrefixScores]) -> tuple[LayerCosine, ...]:
-    """A row a layer; none if no attention was watched."""
-    found = [verdict.attention.cosines for verdict in verdicts if verdict.attention]
-    if not found:
+def summarise_attention(prefixes: Iterable[PrefixScores]) -> tuple[LayerCosine, ...]:
+    """Return one row per layer; empty if no attention was measured."""
+    cosines = [prefix.attention.cosines for prefix in prefixes if prefix.attention]
+    if not cosines:
         return ()
-    heads = torch.stack(found).mean(0)  # (layers, heads)
+    heads = torch.stack(cosines).mean(0)  # (layers, heads)
     return tuple(
         LayerCosine(layer=layer, mean=round(float(row.mean()), 6), min=round(float(row.min()), 6))
         for layer, row in enumerate(heads)
     )
 
 
-def distances_of(verdicts: Iterable[PrefixScores]) -> tuple[DistanceCosine, ...]:
-    """A row a span, nearest first; a mean over those prefixes that reach so far."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for verdict in verdicts:
-        for name, cosine in verdict.attention.by_distance.items() if verdict.attention else ():
-            found[name].append(cosine)
-    means = {name: sum(found[name]) / len(found[name]) for name in SPANS if found[name]}
+def summarise_distances(prefixes: Iterable[PrefixScores]) -> tuple[DistanceCosine, ...]:
+    """Return one row per span, nearest first, averaged over the prefixes that reach it."""
+    cosines: dict[str, list[float]] = defaultdict(list)
+    for prefix in prefixes:
+        for name, cosine in prefix.attention.by_distance.items() if prefix.attention else ():
+            cosines[name].append(cosine)
+    means = {name: sum(cosines[name]) / len(cosines[name]) for name in SPANS if cosines[name]}
     return tuple(DistanceCosine(distance=name, mean=round(mean, 6)) for name, mean in means.items())
 
 
-def greedy_of(verdicts: Iterable[PrefixScores], tokens: int) -> GreedyScore | None:
-    """Over all free generations of `tokens` tokens; None if there were none."""
-    found = [verdict.greedy for verdict in verdicts if verdict.greedy is not None]
-    if not found:
+def summarise_greedy(prefixes: Iterable[PrefixScores], tokens: int) -> GreedyScore | None:
+    """Summarise all generations of `tokens` tokens, None without any."""
+    agreements = [prefix.greedy for prefix in prefixes if prefix.greedy is not None]
+    if not agreements:
         return None
     return GreedyScore(
         tokens=tokens,
-        generations=len(found),
-        agreement=round(sum(found) / len(found), 6),
-        identical=round(sum(agreement == 1 for agreement in found) / len(found), 6),
+        generations=len(agreements),
+        agreement=round(sum(agreements) / len(agreements), 6),
+        identical=round(sum(agreement == 1 for agreement in agreements) / len(agreements), 6),
     )
 
 
-def _row(arm: str, scores: list[DocumentScore]) -> ArmScore:
-    low, high = _interval(_table(scores, [score.log_ratio for score in scores]))
+def _arm_score(arm: str, scores: list[DocumentScore]) -> ArmScore:
+    log_ratios = _table(scores, [score.log_ratio for score in scores])
+    low, high = _interval(log_ratios)
     kl = torch.cat([score.kl for score in scores])
     return ArmScore(
         arm=arm,
-        ppl_ratio=round(_mean_exp(_table(scores, [score.log_ratio for score in scores])), 6),
+        ppl_ratio=round(_mean_exp(log_ratios), 6),
         ppl_low=round(low, 6),
         ppl_high=round(high, 6),
         top1=round(float(_mean(_table(scores, [score.top1 for score in scores]))), 6),
@@ -152,7 +155,7 @@ def _row(arm: str, scores: list[DocumentScore]) -> ArmScore:
 
 
 def _table(scores: list[DocumentScore], figures: list[float]) -> Tensor:
-    """(documents, lengths), NaN where a document was not scored at a length."""
+    """Return (documents, lengths), NaN where a document was not scored at a length."""
     rows = {document: row for row, document in enumerate(dict.fromkeys(score.document for score in scores))}
     columns = {length: column for column, length in enumerate(dict.fromkeys(score.length for score in scores))}
     table = torch.full((len(rows), len(columns)), torch.nan, dtype=torch.float64)
@@ -162,7 +165,7 @@ def _table(scores: list[DocumentScore], figures: list[float]) -> Tensor:
 
 
 def _mean(table: Tensor) -> Tensor:
-    """Mean over documents, then over lengths, of (..., documents, lengths)."""
+    """Return the mean over documents, then over lengths, of (..., documents, lengths)."""
     return table.nanmean(-2).nanmean(-1)
 
 
@@ -171,7 +174,7 @@ def _mean_exp(table: Tensor) -> float:
 
 
 def _interval(table: Tensor) -> tuple[float, float]:
-    """Bootstrap 95% interval of the ratio, whole documents resampled."""
+    """Return the 95% bootstrap interval of the ratio, resampling whole documents."""
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.randint(len(table), (RESAMPLES, len(table)), generator=generator)
     ratios = _mean(table[drawn]).exp()

@@ -1,4 +1,4 @@
-"""How fast a mapper is on this machine, beside what its processor can do."""
+"""Measures how fast a mapper is on this machine, compared with the processor's peak."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from mappers.cache import KVCache
 from mappers.mapper import Mapper
 
 LENGTHS = (512, 1024, 2048, 4096)
-CHUNK_TOKENS = 512  # as a worker maps
+CHUNK_TOKENS = 512  # as in a worker
 REPEATS = 5
-SQUARE = 1024  # rows and columns of the matrices whose product is the peak
+PEAK_SIZE = 1024  # rows and columns of the matrices multiplied to measure the peak
 
 
 @dataclass(frozen=True)
 class Speed:
-    """`map_ms` is the median by tokens, `best_ms` the least. `peak_gflops` is what one large float32 product reaches at
-    best with as many threads."""
+    """Times by number of tokens: `map_ms` is the median, `best_ms` the minimum.
+
+    `peak_gflops` is the best rate of one large float32 product with as many threads.
+    """
 
     threads: int
     peak_gflops: float
@@ -33,19 +35,17 @@ class Speed:
 
     @property
     def ms_per_1024(self) -> float:
-        """From the longest length, where a fixed cost weighs least."""
+        """From the longest length, where fixed costs matter least."""
         longest = max(self.map_ms)
         return self.map_ms[longest] * 1024 / longest
 
     @property
     def share_of_peak(self) -> float:
-        """Of the peak, what the map's multiplications reach at best; RoPE and copies count as time only."""
+        """Best rate of the map's matrix products over the peak. RoPE and copies count as time only."""
         longest = max(self.best_ms)
         return self.flops_per_token * longest / (self.best_ms[longest] / 1e3) / (self.peak_gflops * 1e9)
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
+    def as_json(self) -> dict[str, Any]:
         rows = [
             {"tokens": tokens, "ms": round(ms, 3), "best_ms": round(self.best_ms[tokens], 3)}
             for tokens, ms in self.map_ms.items()
@@ -62,10 +62,10 @@ class Speed:
 
 @torch.no_grad()
 def measure(mapper: Mapper, lengths: Sequence[int] = LENGTHS, repeats: int = REPEATS) -> Speed:
-    """Time the map of so many tokens, rounds of all lengths after one another, the peak measured between the rounds."""
-    caches = {length: noise(mapper, length) for length in lengths}
-    one, other = (torch.randn(SQUARE, SQUARE, device=mapper.device) for _ in range(2))
-    for cache in caches.values():  # scratch is made, pages are touched
+    """Time the map in rounds over all lengths. The peak is measured between them, under the same conditions."""
+    caches = {length: random_source_cache(mapper, length) for length in lengths}
+    one, other = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=mapper.device) for _ in range(2))
+    for cache in caches.values():  # allocate scratch memory
         apply(mapper, cache)
     times: dict[int, list[float]] = {length: [] for length in lengths}
     products = []
@@ -75,7 +75,7 @@ def measure(mapper: Mapper, lengths: Sequence[int] = LENGTHS, repeats: int = REP
             products.append(timed(lambda: torch.mm(one, other), mapper.device))
     return Speed(
         threads=torch.get_num_threads(),
-        peak_gflops=2 * SQUARE**3 / min(products) / 1e9,
+        peak_gflops=2 * PEAK_SIZE**3 / min(products) / 1e9,
         flops_per_token=flops_per_token(mapper),
         map_ms={length: statistics.median(found) * 1e3 for length, found in times.items()},
         best_ms={length: min(found) * 1e3 for length, found in times.items()},
@@ -83,15 +83,15 @@ def measure(mapper: Mapper, lengths: Sequence[int] = LENGTHS, repeats: int = REP
 
 
 def flops_per_token(mapper: Mapper) -> int:
-    """Multiplications and additions that a token's map takes: two for each number in the matrices."""
+    """Return the multiplications and additions of the map per token: two per matrix element."""
     matrices = (
         tensor for name, tensor in mapper.weights.items() if name.startswith("layers.") and not name.endswith(".bias")
     )
     return 2 * sum(tensor.numel() for tensor in matrices)
 
 
-def noise(mapper: Mapper, num_tokens: int) -> KVCache:
-    """A source cache to time a map on: the arithmetic is the same for any."""
+def random_source_cache(mapper: Mapper, num_tokens: int) -> KVCache:
+    """Return a random cache of the source's shape. The time of a map does not depend on the values."""
     geometry = mapper.manifest.source.geometry
     generator = torch.Generator().manual_seed(0)
 
@@ -103,14 +103,14 @@ def noise(mapper: Mapper, num_tokens: int) -> KVCache:
 
 
 def apply(mapper: Mapper, cache: KVCache) -> None:
-    """Map a cache chunk by chunk, and throw away what comes out. Copies cost no map anything."""
+    """Map a cache chunk by chunk and discard the result. Copied layers are skipped: they need no map."""
     for begin in range(0, cache.num_tokens, CHUNK_TOKENS):
         end = min(begin + CHUNK_TOKENS, cache.num_tokens)
         mapper.map_together(cache.slice(begin, end), lambda first, states: None, copies=False)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `work` takes, on whatever device it runs."""
+    """Return the seconds that `work` takes, waiting for the device."""
     began = time.perf_counter()
     work()
     if device.type == "cuda":

@@ -1,11 +1,17 @@
-"""Sufficient statistics of a linear regression, streamed: memory is bounded by the features, never by the tokens.
+"""Sufficient statistics of a linear regression, streamed: memory is bounded by the features, not by the tokens.
 
-Rows may carry weights. Then sums are weighted sums, means weighted means, and n rows tell as much as `effective` equal
-ones would.
+    rows ──► batch ──► batch ──► ...     raw, while they take less memory than moments
+                │
+              fold ──► moments           from then on every full batch is added and freed
 
-Rows are multiplied in their own precision, after centring, a batch at a time; sums of batches are float64. Products of
-float32 rows are right to some 1e-7 of what the features vary by. That is far below the penalties of a fit, and above
-what float64 would tell apart: see `resolution`.
+Moments take memory and multiplications quadratic in the columns, however few the rows. While there are only raw rows,
+moments of some columns are computed from those columns alone.
+
+Rows may carry weights. Sums are then weighted sums, means weighted means, and n rows count as `effective` equal ones.
+
+Rows are centred, then multiplied in their own precision batch by batch; sums over batches are float64. Products of
+float32 rows are accurate to about 1e-7 of the features' variance. This is far below the penalties of a fit, but above
+float64 rounding: see `resolution`.
 """
 
 from __future__ import annotations
@@ -22,20 +28,21 @@ from mappers.errors import GeometryMismatch
 
 T = TypeVar("T")
 
-STRIP = 256  # columns of the Gram that are computed at a time; only its upper triangle is
-WIDE_STRIP = 2048  # of products with targets
-MOST_SHARED = 2048  # features: what is made of more takes too much memory to be kept
-MOST_KEPT = 5 * 2**23  # products of features, of several sets of these, that are kept to be used again
-RUNS = 64  # of columns that lie together; more are taken one by one
-RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by the precision of the products
+BATCH = 2048  # rows multiplied at once
+STRIP = 256  # columns of the Gram matrix computed at a time; only its upper triangle is
+WIDE_STRIP = 2048  # the same for products with targets
+MAX_SHARED = 2048  # features; results for more take too much memory to be kept
+MAX_KEPT = 5 * 2**23  # sum of squared feature counts of all results that are kept
+MAX_RUNS = 64  # runs of adjacent columns taken as slices; beyond, columns are indexed one by one
+RESOLUTION = {torch.float32: 1e-6, torch.float64: 1e-14}  # by dtype of the products
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows x (n, p) and y (n, q), each less the means (p,), (q,) of all and times the root of its weight.
+    """Rows x (n, p) and y (n, q), centred and multiplied by the square root of their weights.
 
-    `yy` (q,) sums up the squares of y; `mass` is the sum of the weights, `squares` that of their squares. All of these
-    are float64.
+    `mean_x` (p,) and `mean_y` (q,) were subtracted. `yy` (q,) is the sum of squares of y. `mass` is the sum of the
+    weights, `squares` that of their squares. All of these are float64.
     """
 
     x: Tensor
@@ -48,7 +55,7 @@ class Rows:
 
     @classmethod
     def centred(cls, x: Tensor, y: Tensor, weights: Tensor) -> Rows:
-        """Those of raw rows (n, ...), n > 0, which are overwritten, with float64 weights (n,)."""
+        """Centre raw rows (n, ...), n > 0, in place. `weights` (n,) are float64."""
         mean_x, mean_y = _centre(x, weights), _centre(y, weights)
         yy = y.square().sum(0).double()
         return cls(x, y, mean_x, mean_y, yy, float(weights.sum()), float(weights.square().sum()))
@@ -58,19 +65,19 @@ class Rows:
         return len(self.x)
 
     def select(self, features: Tensor, targets: Tensor) -> Rows:
-        """Some columns, by index."""
-        part = replace(self, x=taken(self.x, features), mean_x=self.mean_x[features])
-        return replace(part, y=taken(self.y, targets), mean_y=self.mean_y[targets], yy=self.yy[targets])
+        """Return some columns, by index."""
+        part = replace(self, x=take_columns(self.x, features), mean_x=self.mean_x[features])
+        return replace(part, y=take_columns(self.y, targets), mean_y=self.mean_y[targets], yy=self.yy[targets])
 
 
 class Moments:
     """Centred moments of features x (p,) and targets y (q,) in float64: X'X, X'Y, the diagonal of Y'Y, means.
 
-    `count` rows were taken in; `mass` is the sum of their weights, `squares` that of the weights' squares.
-    `resolution` is the share of a feature's variance below which nothing can be told from rounding.
+    `count` is the number of rows, `mass` the sum of their weights, `squares` the sum of the squared weights.
+    `resolution` is the share of a feature's variance below which nothing can be distinguished from rounding.
 
-    Only the upper triangle of `xx` is kept up; read it through `gram`. Moments `like` others are of the same rows'
-    features: all that is of the features alone is shared with them, and not computed again.
+    Only the upper triangle of `xx` is kept up to date; access it through `gram`. Moments created `like` others have the
+    same rows and features: everything that depends on the features alone is shared and computed once.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class Moments:
         self.resolution = RESOLUTION[torch.float64]
         self.mean_x, self.mean_y = zeros(num_features), zeros(num_targets)
         self.xy, self.yy = zeros(num_features, num_targets), zeros(num_targets)
-        self._is_like, self._whole = like is not None, True
+        self._is_like, self._is_symmetric = like is not None, True
         self.xx = zeros(num_features, num_features) if like is None else like.gram()
         self._of_features: dict[Any, Any] = {} if like is None else like._of_features
 
@@ -101,16 +108,15 @@ class Moments:
 
     @property
     def effective(self) -> float:
-        """The number of equally weighted rows that determine a mean as well (Kish)."""
+        """Effective sample size: the number of equally weighted rows that determine a mean as well (Kish)."""
         return self.mass**2 / self.squares if self.squares else 0.0
 
     @staticmethod
     def bytes_for(num_features: int, num_targets: int) -> int:
-        """Memory that the statistics of so many features and targets take."""
         return 8 * (num_features * (num_features + num_targets + 1) + 2 * num_targets)
 
     def update(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
-        """Take in rows x (n, p) and y (n, q) of any float dtype, each as often as `weights` (n,) says, or once."""
+        """Add rows x (n, p) and y (n, q) of any float dtype, with `weights` (n,) or weight 1."""
         check_rows(x, y, self.num_features, self.num_targets)
         if len(x):
             dtype = product_dtype(x, y)
@@ -118,7 +124,6 @@ class Moments:
             self.add(Rows.centred(x.to(dtype, copy=True), y.to(dtype, copy=True), w.double()))
 
     def add(self, rows: Rows) -> None:
-        """Take in rows that are centred."""
         apart = self.mass * rows.mass / (self.mass + rows.mass)
         dx, dy = rows.mean_x - self.mean_x, rows.mean_y - self.mean_y
         for strip in _strips(self.num_features, WIDE_STRIP):
@@ -129,13 +134,13 @@ class Moments:
                 right = slice(strip.start, None)
                 self.xx[strip, right] += rows.x[:, strip].T @ rows.x[:, right]
                 self.xx[strip, right].addr_(dx[strip], dx[right], alpha=apart)
-            self._whole = False
+            self._is_symmetric = False
         self.yy += rows.yy + apart * dy.square()
         self.resolution = max(self.resolution, RESOLUTION[rows.x.dtype])
         self._shift_means(rows)
 
     def merge(self, other: Moments) -> None:
-        """Take in what another has seen; the same as having seen it here."""
+        """Add the rows behind other moments. Raises `GeometryMismatch` for other numbers of columns."""
         if (other.num_features, other.num_targets) != (self.num_features, self.num_targets):
             raise GeometryMismatch(
                 f"moments of {other.num_features} x {other.num_targets} do not merge with "
@@ -146,7 +151,7 @@ class Moments:
         apart = self.mass * other.mass / (self.mass + other.mass)
         dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
         if not self._is_like:
-            self._whole = False
+            self._is_symmetric = False
             self.xx += other.xx
             self.xx.addr_(dx, dx, alpha=apart)
         self.xy += other.xy
@@ -156,32 +161,34 @@ class Moments:
         self._shift_means(other)
 
     def changed(self) -> None:
-        """To be called when `xx` was written to from outside."""
-        self._whole = False
+        """Call after writing to `xx` from outside."""
+        self._is_symmetric = False
 
     def gram(self) -> Tensor:
-        """The whole symmetric X'X, (p, p): `xx` itself, its lower triangle filled in."""
-        if not self._whole:
+        """Return the symmetric X'X (p, p): `xx` itself with its lower triangle filled in."""
+        if not self._is_symmetric:
             for begin in range(0, self.num_features, STRIP):
                 end = min(begin + STRIP, self.num_features)
                 upper = self.xx[begin:end, begin:end].triu()
                 self.xx[begin:end, begin:end] = upper + upper.triu(1).T
                 self.xx[end:, begin:end] = self.xx[begin:end, end:].T
-            self._whole = True
+            self._is_symmetric = True
         return self.xx
 
     def of_features(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` makes of the features alone; unless they are many, made once, for moments `like` these as well.
-        They are not to change any more."""
-        if self.num_features > MOST_SHARED:
+        """Cache a result that depends on the features alone, also for moments `like` these.
+
+        Up to MAX_SHARED features. The features must not change afterwards.
+        """
+        if self.num_features > MAX_SHARED:
             return make()
         if key not in self._of_features:
             self._of_features[key] = make()
-        made: T = self._of_features[key]
-        return made
+        result: T = self._of_features[key]
+        return result
 
     def select(self, features: Tensor, targets: Tensor, like: Moments | None = None) -> Moments:
-        """The moments of some features and targets, by index."""
+        """Return the moments of some features and targets, by index."""
         part = Moments(0, 0, like=like)
         part.count, part.mass, part.squares = self.count, self.mass, self.squares
         part.resolution = self.resolution
@@ -200,48 +207,8 @@ class Moments:
         self.mean_y += (other.mean_y - self.mean_y) * (other.mass / self.mass)
 
 
-def _strips(num_columns: int, width: int) -> Iterator[slice]:
-    return (slice(begin, begin + width) for begin in range(0, num_columns, width))
-
-
-def product_dtype(x: Tensor, y: Tensor) -> torch.dtype:
-    """What rows are multiplied in: float64 if any are, else float32."""
-    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-
-
-def check_rows(x: Tensor, y: Tensor, num_features: int, num_targets: int) -> None:
-    """Raise `GeometryMismatch` unless these are as many rows of so many features and targets."""
-    if x.shape != (len(y), num_features) or y.shape[1:] != (num_targets,):
-        raise GeometryMismatch(f"rows {tuple(x.shape)}, {tuple(y.shape)}; need (n, {num_features}), (n, {num_targets})")
-
-
-def taken(rows: Tensor, columns: Tensor) -> Tensor:
-    """Columns of rows (n, p) by index; a view where they lie together."""
-    breaks = (columns.diff() != 1).nonzero().flatten() + 1
-    if len(breaks) > RUNS:
-        return rows[:, columns]
-    runs = [rows[:, int(run[0]) : int(run[-1]) + 1] for run in columns.tensor_split(breaks.cpu()) if len(run)]
-    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
-
-
-def _centre(rows: Tensor, weights: Tensor) -> Tensor:
-    """Take the weighted mean off rows (n, p), in place, and multiply each by the root of its weight; the mean."""
-    share = weights / weights.sum()
-    # Twice, since the first mean of float32 rows that lie far from 0 is off by more than their last bits.
-    first = share.to(rows.dtype) @ rows
-    rows -= first
-    second = share.to(rows.dtype) @ rows
-    rows -= second
-    if not bool((weights == 1).all()):
-        rows *= weights.sqrt().to(rows.dtype)[:, None]
-    return first.double() + second.double()
-
-
-BATCH = 2048  # rows that are multiplied at once
-
-
 class Batch:
-    """Up to BATCH rows x (n, p), y (n, q) with weights (n,), as they came in."""
+    """Buffer of up to BATCH raw rows x (n, p), y (n, q) with weights (n,)."""
 
     def __init__(self, num_features: int, num_targets: int, dtype: torch.dtype, device: str | torch.device):
         self._x = torch.empty(BATCH, num_features, dtype=dtype, device=device)
@@ -250,8 +217,8 @@ class Batch:
         self.dtype, self.count = dtype, 0
 
     @property
-    def room(self) -> int:
-        return BATCH - self.count
+    def is_full(self) -> bool:
+        return self.count == BATCH
 
     @property
     def mass(self) -> float:
@@ -266,18 +233,18 @@ class Batch:
         """x, y and the weights so far."""
         return self._x[: self.count], self._y[: self.count], self._weights[: self.count]
 
-    def take(self, x: Tensor, y: Tensor, weights: Tensor) -> int:
-        """Take in the first of these rows, as many as there is room for; their number."""
+    def add(self, x: Tensor, y: Tensor, weights: Tensor) -> int:
+        """Append the first of these rows, as many as fit, and return their number."""
         begin, self.count = self.count, min(BATCH, self.count + len(x))
-        for mine, new in zip(self.parts, (x, y, weights), strict=True):
-            mine[begin:] = new[: self.count - begin]
+        for buffer, new in zip(self.parts, (x, y, weights), strict=True):
+            buffer[begin:] = new[: self.count - begin]
         return self.count - begin
 
 
 class RowAccumulator:
-    """Rows x (p,), y (q,) of any float dtype, `fold`ed to moments when they grow too many.
+    """Accumulates rows x (p,), y (q,) of any float dtype, raw at first, as moments after `fold`.
 
-    While `moments` are None, `batches` hold all rows as they came; the first `select` takes their means off.
+    While `moments` is None, `batches` hold all rows raw; the first `select` centres them.
     """
 
     def __init__(self, num_features: int, num_targets: int, device: str | torch.device = "cpu"):
@@ -288,7 +255,7 @@ class RowAccumulator:
 
     @staticmethod
     def bytes_for(num_features: int, num_targets: int) -> int:
-        """Memory that one row of float32 takes."""
+        """Memory of one float32 row."""
         return 4 * (num_features + num_targets) + 8
 
     @property
@@ -297,40 +264,40 @@ class RowAccumulator:
 
     @property
     def effective(self) -> float:
-        """The number of equally weighted rows that determine a mean as well (Kish)."""
+        """Effective sample size, as `Moments.effective`."""
         squares = sum(part.squares for part in self._all)
         return sum(part.mass for part in self._all) ** 2 / squares if squares else 0.0
 
     def update(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
-        """Take in rows x (n, p) and y (n, q), each as often as `weights` (n,) says, or once."""
+        """Add rows x (n, p) and y (n, q), with `weights` (n,) or weight 1."""
         check_rows(x, y, self.num_features, self.num_targets)
         weights = torch.ones(len(x), dtype=torch.float64, device=x.device) if weights is None else weights
         while len(x):
-            batch = self._open(product_dtype(x, y))
-            num_taken = batch.take(x, y, weights)
-            x, y, weights = x[num_taken:], y[num_taken:], weights[num_taken:]
-            if self.moments is not None and not batch.room:
+            batch = self._open_batch(product_dtype(x, y))
+            num_added = batch.add(x, y, weights)
+            x, y, weights = x[num_added:], y[num_added:], weights[num_added:]
+            if self.moments is not None and batch.is_full:
                 self.fold()
 
     def fold(self) -> Moments:
-        """The moments of all rows, which are let go."""
+        """Fold all rows into the moments, free them, and return the moments."""
         if self.moments is None:
             self.moments = Moments(self.num_features, self.num_targets, self._device)
         while self._rows or self.batches:
-            self.moments.add(self._rows.pop(0) if self._rows else _centred(self.batches.pop(0)))
+            self.moments.add(self._rows.pop(0) if self._rows else Rows.centred(*self.batches.pop(0).parts))
         return self.moments
 
     def select(
         self, features: Tensor, targets: Tensor, enough: float = math.inf, like: Moments | None = None
     ) -> Moments:
-        """The moments of some features and targets, by index; for `like` see `Moments`.
+        """Return the moments of some features and targets, by index. For `like` see `Moments`.
 
-        Of rows no more are looked at than tell as much as `enough` equal ones.
+        Of raw rows only the first are used, up to an effective number of `enough`.
         """
         if self.moments is not None:
             return self.fold().select(features, targets, like)
         while self.batches:
-            self._rows.append(_centred(self.batches.pop(0)))
+            self._rows.append(Rows.centred(*self.batches.pop(0).parts))
         part = Moments(len(features), len(targets), self._device, like)
         for rows in self._rows:
             if part.effective < enough:
@@ -341,12 +308,47 @@ class RowAccumulator:
     def _all(self) -> Sequence[Moments | Batch | Rows]:
         return [*([self.moments] if self.moments else []), *self._rows, *self.batches]
 
-    def _open(self, dtype: torch.dtype) -> Batch:
-        """The batch that takes the next rows."""
-        if not self.batches or not self.batches[-1].room or self.batches[-1].dtype != dtype:
+    def _open_batch(self, dtype: torch.dtype) -> Batch:
+        """Return the batch for the next rows."""
+        if not self.batches or self.batches[-1].is_full or self.batches[-1].dtype != dtype:
             self.batches.append(Batch(self.num_features, self.num_targets, dtype, self._device))
         return self.batches[-1]
 
 
-def _centred(batch: Batch) -> Rows:
-    return Rows.centred(*batch.parts)
+def product_dtype(x: Tensor, y: Tensor) -> torch.dtype:
+    """Return the dtype that rows are multiplied in: float64 if any are, else float32."""
+    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+
+
+def check_rows(x: Tensor, y: Tensor, num_features: int, num_targets: int) -> None:
+    """Raise `GeometryMismatch` unless x is (n, num_features) and y is (n, num_targets)."""
+    if x.shape != (len(y), num_features) or y.shape[1:] != (num_targets,):
+        raise GeometryMismatch(
+            f"rows {tuple(x.shape)}, {tuple(y.shape)}; allowed: (n, {num_features}), (n, {num_targets})"
+        )
+
+
+def take_columns(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return columns of rows (n, p) by index, as a view if they are adjacent."""
+    breaks = (columns.diff() != 1).nonzero().flatten() + 1
+    if len(breaks) > MAX_RUNS:
+        return rows[:, columns]
+    runs = [rows[:, int(run[0]) : int(run[-1]) + 1] for run in columns.tensor_split(breaks.cpu()) if len(run)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+
+
+def _strips(num_columns: int, width: int) -> Iterator[slice]:
+    return (slice(begin, begin + width) for begin in range(0, num_columns, width))
+
+
+def _centre(rows: Tensor, weights: Tensor) -> Tensor:
+    """Subtract the weighted mean from rows (n, p) and scale by the root of the weights, in place; return the mean."""
+    share = weights / weights.sum()
+    # Twice: the first float32 mean of rows far from 0 is off by more than their last bits.
+    first = share.to(rows.dtype) @ rows
+    rows -= first
+    second = share.to(rows.dtype) @ rows
+    rows -= second
+    if not bool((weights == 1).all()):
+        rows *= weights.sqrt().to(rows.dtype)[:, None]
+    return first.double() + second.double()

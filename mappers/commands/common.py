@@ -1,4 +1,4 @@
-"""What `kvrelay fit` and `kvrelay eval` work on: two models and text, named one by one or as a family."""
+"""Shared by the mapper commands: models and data, progress, files to write, and how a command ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ import torch
 from mappers.data import Conversation, Split, check_found, documents, stream_conversations
 from mappers.errors import MapperError
 from mappers.families import ModelFamily
-from mappers.models import LOADED, load_tokenizer
+from mappers.models import DTYPES, load_tokenizer
 
-EVERY_S = 5.0
+PROGRESS_INTERVAL_S = 5.0
+INTERRUPTED = 128 + signal.SIGINT  # the shell's convention
+
+
+# Models and data.
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Source and target as folders or hub names, and the conversations at hand, `corpus` by name."""
+    """Source and target model as folders or hub names, and conversations. `corpus` is the name of the data."""
 
     source: str
     target: str
@@ -35,9 +39,9 @@ class Pair:
     conversations: Callable[[], Iterable[Conversation]]
 
     def documents(self, split: Split) -> Iterator[list[int]]:
-        """Token ids of one split's conversations, by the target's tokenizer.
+        """Return the token ids of one split's conversations, by the target's tokenizer.
 
-        The first is read at once: raises `DataUnreadable` if there is none, before anything large is loaded.
+        Reads the first one immediately, to raise `DataUnreadable` for none before anything large is loaded.
         """
         found = documents(self.conversations(), split, load_tokenizer(self.target), say)
         return chain([next(found)], found)
@@ -50,16 +54,19 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="DATA",
         help="JSON lines of {messages: [...]} or {text: ...}, ShareGPT JSON, plain text, a Parquet file, or a dataset: "
-        "a folder, or NAME, NAME:PART or NAME:CONFIGURATION:PART of the hub",
+        "a folder, or a hub name as NAME, NAME:PART or NAME:CONFIGURATION:PART",
     )
-    parser.add_argument("--device", default="cpu", help="where the models run (default %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the models (default %(default)s)")
     parser.add_argument(
-        "--dtype", choices=LOADED, default="float32", help="of the loaded models (default %(default)s; auto: as stored)"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the loaded models; auto keeps that of the stored weights (default %(default)s)",
     )
 
 
 def check_device(name: str) -> None:
-    """Raise `MapperError` for what is no device of this machine."""
+    """Raise `MapperError` for a device this machine does not have."""
     count = torch.cuda.device_count()
     allowed = ["cpu", *["cuda"] * bool(count), *(f"cuda:{index}" for index in range(count))]
     if name not in allowed:
@@ -67,69 +74,75 @@ def check_device(name: str) -> None:
 
 
 def pair_of_family(family: ModelFamily, options: argparse.Namespace) -> Pair:
-    """The family's own models and text, prepared; `--data` replaces the text."""
+    """Prepare the family and return its models and data; `--data` replaces the data."""
     corpus, conversations = _data(options.data) if options.data else (family.corpus, family.conversations)
     family.prepare(say)
     return Pair(str(family.source), str(family.target), corpus, conversations)
 
 
 def pair_of_options(options: argparse.Namespace) -> Pair:
-    """The pair that the options name. Raises `MapperError` for one that is missing."""
+    """Return the pair named by the options. Raises `MapperError` for a missing one."""
     missing = [f"--{name}" for name in ("source", "target", "data") if getattr(options, name) is None]
     if missing:
-        raise MapperError(f"{', '.join(missing)} missing; without them, name a family")
+        raise MapperError(f"{', '.join(missing)} missing; name them, or a family")
     return Pair(options.source, options.target, *_data(options.data))
 
 
+def _data(path: str) -> tuple[str, Callable[[], Iterable[Conversation]]]:
+    """Return the data's name and a function that reads it."""
+    check_found(path)
+    return Path(path).name, partial(stream_conversations, path)
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Parse an argument such as `384,1024`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: token counts such as 384,1024")
+    return tuple(map(int, parts))
+
+
+# Progress.
+
+
 def say(line: str) -> None:
-    """Tell progress on stderr; stdout is for results."""
+    """Print progress to stderr; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Meter:
-    """Says how far a count has come and how long the rest will take, every few seconds."""
+    """Prints progress and the estimated remaining time every few seconds."""
 
     def __init__(self, unit: str):
         self._unit = unit
-        self._said = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when, and how much was done by then: a resumed fit begins high
+        self._printed_at = time.monotonic()
+        self._first: tuple[float, int] | None = None  # time and count of the first call; a resumed fit starts above 0
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
         began, done_before = self._first = self._first or (now, done)
-        finished = total is not None and done >= total
-        if now - self._said < EVERY_S and not finished:
+        is_finished = total is not None and done >= total
+        if now - self._printed_at < PROGRESS_INTERVAL_S and not is_finished:
             return
-        self._said = now
+        self._printed_at = now
         if total is None:
             say(f"{done} {self._unit}")
         else:
             left = max(0, total - done)
             rest_s = (now - began) * left / max(1, done - done_before)
-            say(f"{done} of {total} {self._unit}" + (f", {rest_s:.0f} s to go" if done > done_before else ""))
+            say(f"{done} of {total} {self._unit}" + (f", {rest_s:.0f} s left" if done > done_before else ""))
 
 
-def _data(path: str) -> tuple[str, Callable[[], Iterable[Conversation]]]:
-    """Its name, and what reads it."""
-    check_found(path)
-    return Path(path).name, partial(stream_conversations, path)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Of tokens, as an argument tells them."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers of tokens, as in 384,1024")
-    return tuple(map(int, parts))
+# Files to write.
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise `MapperError` for a file that can't be written, before there is anything to write; None is none."""
+    """Raise `MapperError` for a file that cannot be written, before there is anything to write. Skips None."""
     for path in filter(None, paths):
         if path.is_dir():
             raise MapperError(f"cannot write {path}: it is a folder")
         if not path.parent.is_dir():
-            raise MapperError(f"cannot write {path}: there is no folder {path.parent}")
+            raise MapperError(f"cannot write {path}: the folder {path.parent} does not exist")
         if not path.exists():
             check_writable_folder(path.parent)
         elif not os.access(path, os.W_OK):
@@ -137,7 +150,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_writable_folder(folder: str | Path) -> None:
-    """Raise `MapperError` unless a file can be made in this folder: one is, and is gone again."""
+    """Raise `MapperError` unless a file can be created in this folder. Creates a temporary one."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -152,30 +165,27 @@ def write(path: Path, text: str) -> None:
         raise MapperError(f"cannot write {path}: {error.strerror}") from error
 
 
-INTERRUPTED = 128 + signal.SIGINT  # as a shell has it
+# How a command ends.
 
 
 def run(name: str, work: Callable[[], None]) -> int:
-    """Do the work of `kvrelay name`; its exit status."""
+    """Run `kvrelay name` and return its exit status. User errors and Ctrl-C are reported in one line."""
     try:
         work()
     except (MapperError, OSError) as error:
-        return _told(name, str(error), 1)
+        print(f"kvrelay {name}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as interrupt:
-        return _told(name, f"interrupted; {interrupt}" if interrupt.args else "interrupted", INTERRUPTED)
+        print(f"kvrelay {name}: interrupted" + (f"; {interrupt}" if interrupt.args else ""), file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
 @contextmanager
-def resumable(kept: Path | None) -> Iterator[None]:
-    """If this is interrupted, the file that was kept is told: the next run goes on from there."""
+def resumable(file: Path | None) -> Iterator[None]:
+    """Add to an interrupt in the block whether the next run can resume from `file`."""
     try:
         yield
     except KeyboardInterrupt:
-        what = f"the same command goes on from {kept}" if kept and kept.exists() else "nothing was kept"
-        raise KeyboardInterrupt(what) from None
-
-
-def _told(name: str, what: str, status: int) -> int:
-    print(f"kvrelay {name}: {what}", file=sys.stderr)
-    return status
+        message = f"the same command resumes from {file}" if file and file.exists() else "nothing was saved"
+        raise KeyboardInterrupt(message) from None

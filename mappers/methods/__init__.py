@@ -1,4 +1,4 @@
-"""Mapping methods by name. A method's module is imported when it is asked for."""
+"""Registry of mapping methods by name. A method's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ METHODS = {
 
 
 def get(name: str, **options: Any) -> Method:
-    """The method `name`, built with its options. Raises `UnknownMethod`, or `MapperError` for an option it lacks."""
+    """Build the method `name`. Raises `UnknownMethod`, or `MapperError` for an option it does not have."""
     if name not in METHODS:
         raise UnknownMethod(f"unknown mapper {name!r}; known: {', '.join(sorted(METHODS))}")
     module, _, cls = METHODS[name].partition(":")
-    built = getattr(import_module(module), cls)
-    known = signature(built).parameters
+    method_type = getattr(import_module(module), cls)
+    known = signature(method_type).parameters
     unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise MapperError(f"{name} has no option {unknown[0]!r}; allowed: {', '.join(known) or 'none'}")
-    method: Method = built(**options)
+    method: Method = method_type(**options)
     return method

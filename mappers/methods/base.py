@@ -1,4 +1,4 @@
-"""What a mapping method is: moments in, weights out. It knows no layer, no token, no key and no value."""
+"""The interface of a mapping method: moments in, weights out. Methods know no layers, tokens, keys or values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mappers.cache import KVGeometry
 from mappers.stats import Moments
 
-Heads = Sequence[Sequence[int]]  # for each target head the source head of every block
-TINY = 1e-300  # keeps the share of no variance at all finite
+HeadChoice = Sequence[Sequence[int]]  # for each target head the source head of every block
+TINY = 1e-300  # keeps shares of a zero variance finite
 
 
 @dataclass(frozen=True)
 class Layout:
     """How columns group into heads.
 
-    Features are blocks of `source_heads` heads (a source layer's keys, or its values), targets layers of
+    Features are blocks of `source_heads` heads (keys or values of one source layer), targets are layers of
     `target_heads` heads.
     """
 
@@ -28,6 +29,10 @@ class Layout:
     source_dim: int
     target_heads: int
     target_dim: int
+
+    @classmethod
+    def between(cls, source: KVGeometry, target: KVGeometry) -> Layout:
+        return cls(source.num_kv_heads, source.head_dim, target.num_kv_heads, target.head_dim)
 
     @property
     def source_width(self) -> int:
@@ -40,40 +45,40 @@ class Layout:
 
 @dataclass(frozen=True)
 class Solution:
-    """y = x @ weight + bias, float64; weight (p, q), bias (q,). `ridge` is the penalty that was used, if any.
+    """The map y = x @ weight + bias in float64: weight (p, q), bias (q,). `ridge` is the penalty used, if any.
 
-    A subclass stores the same weight in fewer numbers, and is applied in fewer multiplications.
+    Subclasses store the same weight in fewer numbers and apply it with fewer multiplications.
     """
 
     weight: Tensor
     bias: Tensor
     ridge: float | None = None
-    _judged: dict[Moments, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _r2: dict[Moments, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that are stored, bias aside."""
+        """Return the tensors to store, except the bias."""
         return {"weight": self.weight}
 
     def structure(self) -> dict[str, Any]:
-        """The fields of `OutputSpec` that tell how the parts make up the weight."""
+        """Return the fields of `OutputSpec` that describe how the parts form the weight."""
         return {}
 
     def lost(self, moments: Moments) -> Tensor:
-        """Sum of squared errors of each target, (q,), over what other moments have seen."""
+        """Return the sum of squared errors of each target, (q,), on the rows behind `moments`."""
         explained = 2 * moments.xy - moments.gram() @ self.weight  # (p, q)
         shift = moments.mean_y - self.bias - moments.mean_x @ self.weight
         return moments.yy - (self.weight * explained).sum(0) + moments.mass * shift.square()
 
     def r2(self, moments: Moments) -> float:
-        """Share of the targets' variance that this map explains on other moments; below 0 if worse than their mean."""
-        if moments not in self._judged:
-            self._judged[moments] = 1 - float(self.lost(moments).sum() / moments.yy.sum().clamp_min(TINY))
-        return self._judged[moments]
+        """Return R² over all targets on other moments; below 0 if the map is worse than their mean."""
+        if moments not in self._r2:
+            self._r2[moments] = 1 - float(self.lost(moments).sum() / moments.yy.sum().clamp_min(TINY))
+        return self._r2[moments]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactoredSolution(Solution):
-    """weight = down @ up; down (p, r), up (r, q)."""
+    """A solution of low rank: weight = down @ up, with down (p, r), up (r, q)."""
 
     down: Tensor
     up: Tensor
@@ -87,9 +92,10 @@ class FactoredSolution(Solution):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadMatchedSolution(Solution):
-    """Each target head from one source head of every block: `heads[t][b]` for target head t, block b.
+    """A solution that computes each target head from one source head of every block.
 
-    `blocks` (target heads, blocks * source_dim, target_dim) are what is not zero of the weight.
+    `heads[t][b]` is the source head of target head t in block b. `blocks` (target heads, blocks * source_dim,
+    target_dim) are the nonzero parts of the weight.
     """
 
     layout: Layout
@@ -98,9 +104,9 @@ class HeadMatchedSolution(Solution):
 
     @classmethod
     def of(
-        cls, layout: Layout, heads: Heads, blocks: Tensor, moments: Moments, ridge: float | None = None
+        cls, layout: Layout, heads: HeadChoice, blocks: Tensor, moments: Moments, ridge: float | None = None
     ) -> HeadMatchedSolution:
-        """The solution with these blocks, its bias from the means of `moments`."""
+        """Build the solution with these blocks. Its bias follows from the means of `moments`."""
         weight = spread(layout, heads, blocks)
         return cls(
             weight=weight,
@@ -119,13 +125,13 @@ class HeadMatchedSolution(Solution):
 
 
 def head_columns(layout: Layout, heads: Sequence[int]) -> Tensor:
-    """The feature columns of one source head of every block, (blocks * source_dim,)."""
+    """Return the feature columns of one source head of every block, (blocks * source_dim,)."""
     starts = [block * layout.source_width + head * layout.source_dim for block, head in enumerate(heads)]
     return (torch.tensor(starts)[:, None] + torch.arange(layout.source_dim)).flatten()
 
 
-def spread(layout: Layout, heads: Heads, blocks: Tensor) -> Tensor:
-    """The whole weight (p, q) that head blocks stand for."""
+def spread(layout: Layout, heads: HeadChoice, blocks: Tensor) -> Tensor:
+    """Return the full weight (p, q) of head-matched blocks."""
     features = len(heads[0]) * layout.source_width
     weight = blocks.new_zeros(features, len(heads) * layout.target_dim)
     for target, (chosen, block) in enumerate(zip(heads, blocks, strict=True)):
@@ -135,37 +141,37 @@ def spread(layout: Layout, heads: Heads, blocks: Tensor) -> Tensor:
 
 
 class Method(ABC):
-    """One way to compute a target layer's keys (or values) from those of some source layers.
+    """Computes a target layer's keys (or values) from those of some source layers.
 
-    How to add one: (1) a file in this folder with a subclass; (2) its `name`, and the paper in its docstring;
-    (3) `solve`, from moments to a `Solution`; (4) `max_layers` if it takes only so many source layers; (5)
-    `tokens_needed`, if fewer would overfit, and `refit`, if `solve` chooses; (6) a line in the registry, over which the
-    tests run.
+    To add one: (1) write a subclass in a file of this folder; (2) set `name` and link the paper in the docstring;
+    (3) implement `solve`, from moments to a `Solution`; (4) set `max_layers` if it takes a limited number of source
+    layers; (5) override `tokens_needed` if fewer tokens overfit, and `refit` if `solve` makes choices; (6) add a line
+    to the registry, which the tests run over.
 
-    Targets are keys or values; or if `predicts_hidden`, the normed hidden states that the target makes both from.
+    Targets are keys or values; if `predicts_hidden`, the normed hidden states that the target projects to both.
     """
 
     name: ClassVar[str]
     max_layers: ClassVar[int | None] = None
     predicts_hidden: ClassVar[bool] = False
-    is_columnwise: ClassVar[bool] = False  # each column of a target is fitted by itself
+    is_columnwise: ClassVar[bool] = False  # whether each target column is fitted independently
 
     @abstractmethod
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
-        """The map from the features of `train` to its targets; settings may be chosen on `held_out`.
+        """Fit the map from the features of `train` to its targets, choosing hyperparameters on `held_out`.
 
         Features are whole blocks and targets whole layers of `layout`.
         """
 
     def tokens_needed(self, num_features: int, layout: Layout) -> int:
-        """How many tokens `solve` asks for, at least."""
+        """Return the min number of tokens for `solve`."""
         return 0
 
     def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
-        """The map again from other moments, with everything that was chosen for `solution` as it is."""
+        """Fit the map to other moments, with the hyperparameters of `solution`."""
         return self.solve(moments, layout)
 
     @property
     def rough(self) -> Method:
-        """A cheap stand-in, good enough to compare source layers by."""
+        """A cheaper method, good enough to compare source layers by."""
         return self

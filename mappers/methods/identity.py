@@ -1,4 +1,4 @@
-"""`identity`: keys and values of the most similar source layer, as they are."""
+"""`identity`: keys and values of the most similar source layer, unchanged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mappers.stats import Moments
 
 
 class Identity(Method):
-    """The dull method: exact where the two models share their weights, and the baseline everywhere else.
+    """The trivial method: exact where both models share their weights, the baseline everywhere else.
 
-    Learns nothing from the moments. Needs target layers as wide as the source's.
+    Ignores the moments. Requires target layers as wide as the source's.
     """
 
     name = "identity"
@@ -21,7 +21,7 @@ class Identity(Method):
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
         if train.num_features != layout.target_width:
             raise GeometryMismatch(
-                f"identity maps {train.num_features} features to as many; the target has {layout.target_width}"
+                f"identity maps {train.num_features} features to as many outputs; the target has {layout.target_width}"
             )
         eye = torch.eye(train.num_features, dtype=torch.float64, device=train.xx.device)
         return Solution(eye.repeat(1, train.num_targets // train.num_features), torch.zeros_like(train.mean_y))

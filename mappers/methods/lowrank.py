@@ -1,4 +1,4 @@
-"""`lowrank`: ridge regression through a bottleneck, the dial between quality and size."""
+"""`lowrank`: ridge regression through a bottleneck, which trades quality for size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from mappers.stats import Moments
 
 @dataclass(frozen=True)
 class LowRankRidge(Method):
-    """Reduced-rank regression (Izenman 1975) of a ridge solution B, stored and applied as two factors.
+    """Reduced-rank regression of a ridge solution B, stored and applied as two factors.
+
+    Izenman 1975, https://doi.org/10.1016/0047-259X(75)90042-1:
 
         down = B V_r,    up = V_r',    V_r the first r eigenvectors of B'X'Y
 
-    which of all maps of rank r loses least on the data that B was fitted to. `rank` is the same for every output, or
-    if None each output's own: the smallest that takes no more than the share `tolerance` onto B's unexplained variance
-    on held-out moments. Where two factors would not be smaller than B, B itself is taken.
+    Of all maps of rank r this one loses least on the data of B. `rank` applies to every output; with None each output
+    has its own, the smallest that adds at most the share `tolerance` to B's unexplained variance on held-out moments.
+    Where two factors are not smaller than B, B itself is used.
     """
 
     rank: int | None = None
@@ -34,9 +36,9 @@ class LowRankRidge(Method):
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
-            raise MapperError(f"rank is {self.rank}; allowed: 1 and more")
+            raise MapperError(f"rank is {self.rank}; allowed: 1 or more")
         if self.tolerance < 0:
-            raise MapperError(f"tolerance is {self.tolerance}; allowed: 0 and more")
+            raise MapperError(f"tolerance is {self.tolerance}; allowed: 0 or more")
 
     @property
     def rough(self) -> Ridge:
@@ -48,24 +50,24 @@ class LowRankRidge(Method):
     def solve(self, train: Moments, layout: Layout, held_out: Moments | None = None) -> Solution:
         full = self.rough.solve(train, layout, held_out)
         directions = _directions(full, train)
-        judged = held_out or train
-        rank = self.rank or _smallest_rank(_losses(full, directions, train, judged), self.tolerance, judged.resolution)
-        return _cut(full, directions, rank, train)
+        scored = held_out or train
+        rank = self.rank or _smallest_rank(_losses(full, directions, train, scored), self.tolerance, scored.resolution)
+        return _truncate(full, directions, rank, train)
 
     def refit(self, solution: Solution, moments: Moments, layout: Layout) -> Solution:
         full = self.rough.refit(solution, moments, layout)
         rank = solution.structure().get("rank", moments.num_targets)
-        return _cut(full, _directions(full, moments), rank, moments)
+        return _truncate(full, _directions(full, moments), rank, moments)
 
 
 def _directions(full: Solution, train: Moments) -> Tensor:
-    """(q, q): orthogonal directions of the targets, those that the map explains most of first."""
+    """Return (q, q): orthogonal directions of the targets, best explained first."""
     fitted = full.weight.T @ train.xy
     directions: Tensor = torch.linalg.eigh((fitted + fitted.T) / 2)[1]
     return directions.flip(1)
 
 
-def _cut(full: Solution, directions: Tensor, rank: int, train: Moments) -> Solution:
+def _truncate(full: Solution, directions: Tensor, rank: int, train: Moments) -> Solution:
     features, targets = full.weight.shape
     if rank * (features + targets) >= features * targets:
         return full
@@ -75,16 +77,16 @@ def _cut(full: Solution, directions: Tensor, rank: int, train: Moments) -> Solut
     return FactoredSolution(weight, train.mean_y - train.mean_x @ weight, full.ridge, down=down, up=up)
 
 
-def _losses(full: Solution, directions: Tensor, train: Moments, judged: Moments) -> Tensor:
-    """Squared error on `judged` of the map cut to rank 1, 2, ..., q: in orthogonal directions, losses add up."""
-    dx, dy = judged.mean_x - train.mean_x, judged.mean_y - train.mean_y
-    # Moments of `judged` about the means of `train`, along the directions.
+def _losses(full: Solution, directions: Tensor, train: Moments, scored: Moments) -> Tensor:
+    """Return the squared error on `scored` for ranks 1, 2, ..., q. Losses in orthogonal directions add up."""
+    dx, dy = scored.mean_x - train.mean_x, scored.mean_y - train.mean_y
+    # Moments of `scored` about the means of `train`, along the directions.
     weight = full.weight @ directions
     shift = dx @ weight
-    cross = (weight * (judged.xy @ directions)).sum(0) + judged.mass * shift * (dy @ directions)
-    power = (weight * (judged.gram() @ weight)).sum(0) + judged.mass * shift.square()
-    nothing = judged.yy.sum() + judged.mass * dy.square().sum()
-    return nothing - (2 * cross - power).cumsum(0)
+    cross = (weight * (scored.xy @ directions)).sum(0) + scored.mass * shift * (dy @ directions)
+    power = (weight * (scored.gram() @ weight)).sum(0) + scored.mass * shift.square()
+    total = scored.yy.sum() + scored.mass * dy.square().sum()
+    return total - (2 * cross - power).cumsum(0)
 
 
 def _smallest_rank(losses: Tensor, tolerance: float, resolution: float) -> int:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mappers import Mapper, fit
-from tests.mappers.pairs import disguised, llama, pruned, random_documents, saved
+from mappers import Mapper
+from tests.mappers.pairs import disguised, fit_with, llama, pruned, random_documents, saved
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,13 +40,13 @@ def documents() -> list[list[int]]:
 @pytest.fixture(scope="session")
 def twin_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     """From `twin` to `large`: an exact linear map exists, and must be found."""
-    return fit(folders["twin"], folders["large"], documents, precision="float32", data="noise", ridges=(1e-9,))
+    return fit_with(folders["twin"], folders["large"], documents, precision="float32", data="noise", ridges=(1e-9,))
 
 
 @pytest.fixture(scope="session")
 def sibling_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     """From `sibling` to `large`: layers 0 and 1 are the same."""
-    return fit(folders["sibling"], folders["large"], documents, precision="float32", data="noise")
+    return fit_with(folders["sibling"], folders["large"], documents, precision="float32", data="noise")
 
 
 @pytest.fixture

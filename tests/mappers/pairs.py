@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from mappers import Evaluation, FitSettings, Mapper, evaluate, fit
 from mappers.cache import KVCache
 
 VOCABULARY = 64
@@ -97,6 +100,20 @@ def talks_file(path: Path, num_talks: int, num_words: int, seed: int = 0) -> Pat
 
     path.write_text("".join(json.dumps(talk()) + "\n" for _ in range(num_talks)))
     return path
+
+
+def fit_with(source: str | Path, target: str | Path, documents: Iterable[Sequence[int]], **choices: Any) -> Mapper:
+    """Fit with `choices` of three kinds: fields of `FitSettings`, callbacks of `fit`, and options of the method."""
+    callbacks = {name: choices.pop(name) for name in ("progress", "choosing", "say") if name in choices}
+    known = {field.name for field in dataclasses.fields(FitSettings)}
+    settings = {name: value for name, value in choices.items() if name in known}
+    options = {name: value for name, value in choices.items() if name not in known}
+    return fit(source, target, documents, FitSettings(**settings, method_options=options), **callbacks)
+
+
+def evaluate_one(mapper: Mapper, *arguments: Any, **options: Any) -> Evaluation:
+    """Evaluate one mapper; the arguments are those of `evaluate`."""
+    return evaluate([mapper], *arguments, **options)[0].evaluation
 
 
 def random_documents(num_documents: int, num_tokens: int, seed: int = 0) -> list[list[int]]:

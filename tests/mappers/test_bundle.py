@@ -135,7 +135,7 @@ def test_saving_replaces_a_bundle_and_nothing_else(bundle: Path, sibling_mapper:
     assert load(bundle).manifest.copied_layers == (0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
     (tmp_path / "photos").mkdir()
-    with pytest.raises(MapperError, match="photos exists and is no bundle"):
+    with pytest.raises(MapperError, match="photos exists and is not a bundle"):
         save(sibling_mapper, tmp_path / "photos")
 
 
@@ -196,7 +196,7 @@ def test_a_path_that_can_not_be_written_is_told(twin_mapper: Mapper) -> None:
 
 
 def test_the_map_itself_can_not_be_updated(bundle: Path) -> None:
-    with pytest.raises(MapperError, match="method would make it another bundle"):
+    with pytest.raises(MapperError, match="method would change the bundle's id"):
         update(bundle, method="identity")
     assert load_manifest(bundle).method == "ridge"
 
@@ -244,17 +244,22 @@ def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
             "over the gate's 1.2",
         ),
         (evaluation(1.1, 0.9), None, {"min_top1": 0.95}, "below the gate's 0.95"),
-        (evaluation(documents=4), None, {}, "judged on 4 documents at prefix length 384; the gate asks for "),
+        (evaluation(documents=4), None, {}, "evaluated on 4 documents at prefix length 384; the gate requires "),
         (evaluation(documents=4), QualityGate(min_documents=4), {}, None),
         (evaluation(documents=4), None, {"min_documents": 3}, None),
-        (evaluation(documents=9), None, {"min_documents": 50}, "the gate asks for 50"),
-        (evaluation(lengths=(384, 1024)), None, {}, "judged on 0 documents at prefix length 2048"),
+        (evaluation(documents=9), None, {"min_documents": 50}, "the gate requires 50"),
+        (evaluation(lengths=(384, 1024)), None, {}, "evaluated on 0 documents at prefix length 2048"),
         (evaluation(lengths=(384, 1024)), QualityGate(lengths=(1024, 384)), {}, None),
-        (evaluation(lengths=(80, 384, 1024, 2048)), None, {}, "judged at prefix length 80 too; the gate asks for 384"),
+        (
+            evaluation(lengths=(80, 384, 1024, 2048)),
+            None,
+            {},
+            "evaluated at prefix length 80; the gate requires at least 384",
+        ),
         (evaluation(lengths=(384, 1024, 2048, 4096)), None, {}, None),
-        (evaluation(scored=127), None, {}, "judged on 127 tokens behind a prefix; the gate asks for 128"),
-        (evaluation(head=5), None, {}, "judged with head 5; the gate allows 4"),
-        (evaluation(tail=200), None, {}, "judged with tail 200; the gate allows 64"),
+        (evaluation(scored=127), None, {}, "evaluated on 127 tokens after a prefix; the gate requires 128"),
+        (evaluation(head=5), None, {}, "evaluated with head 5; the gate allows 4"),
+        (evaluation(tail=200), None, {}, "evaluated with tail 200; the gate allows 64"),
         (evaluation(tail=8, head=0), None, {}, None),
     ],
 )

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Mapper, fit
+from mappers import Mapper
 from mappers.checkpoint import Checkpoint, CheckpointState
-from mappers.collect import put_off
+from mappers.collect import defer_interrupts
 from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, DataUnreadable, MapperError
 from mappers.stats import BATCH, RowAccumulator
+from tests.mappers.pairs import fit_with
 
 
 class Killed(Exception):
@@ -48,7 +49,7 @@ def fitted(folders: dict[str, Path], documents: Any, checkpoint: Path | None, **
     """From `sibling`, some layers of which are copies."""
     given = {"layers": 1, "weighting": "attention", "tokens": 1500, "checkpoint_s": 0, **changes}
     models = {"source": folders["sibling"], "target": folders["large"], **given}
-    return fit(documents=documents, checkpoint=checkpoint, **models)
+    return fit_with(documents=documents, checkpoint=checkpoint, **models)
 
 
 def test_a_fit_that_was_killed_goes_on_and_ends_the_same(
@@ -73,7 +74,9 @@ def test_kept_statistics_serve_other_methods_and_more_tokens(
     ]
     for change, num_read in steps:
         read.clear()
-        mapper = fitted(folders, documents, file, keep=True, progress=lambda done, _: read.append(done), **change)
+        mapper = fitted(
+            folders, documents, file, keep_checkpoint=True, progress=lambda done, _: read.append(done), **change
+        )
         assert len(read) == num_read
         assert mapper.bundle_id == fitted(folders, documents, None, **change).bundle_id
 
@@ -103,17 +106,17 @@ def test_what_was_read_before_an_interrupt_is_kept(
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_what_must_not_be_left_half_done() -> None:
     done: list[str] = []
-    with pytest.raises(KeyboardInterrupt), put_off():
+    with pytest.raises(KeyboardInterrupt), defer_interrupts():
         signal.raise_signal(signal.SIGINT)
         done.append("all of it")
     assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with put_off():
+    with defer_interrupts():
         signal.raise_signal(signal.SIGINT)  # as ignored as ever
 
 
 def test_a_disk_that_is_full_leaves_what_was_saved(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
+    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4}, every_s=0)
     checkpoint.save(CheckpointState({"x": torch.ones(3)}, {"num_documents": 1}))
     with without_room(), pytest.raises(MapperError, match="cannot write .*partial: "):
         checkpoint.save(CheckpointState({"x": torch.ones(100_000)}, {"num_documents": 2}))
@@ -145,7 +148,7 @@ def test_what_was_gathered_goes_on_to_the_last_bit(tmp_path: Path, is_folded: bo
         if is_folded:
             gathered.fold()
         gathered.update(x[BATCH : 2 * BATCH + 300], y[BATCH : 2 * BATCH + 300], weights[BATCH : 2 * BATCH + 300])
-    checkpoint = Checkpoint(tmp_path / "partial", {})
+    checkpoint = Checkpoint(tmp_path / "partial", {}, every_s=0)
     checkpoint.save(CheckpointState.of([begun], CopyFinder({}), 1, 2, "0"))
     assert checkpoint.path.stat().st_mode & 0o777 == 0o600
     saved = checkpoint.load()
@@ -175,7 +178,7 @@ def test_nothing_is_saved_before_it_is_time(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     with pytest.raises(Killed):
-        fit(
+        fit_with(
             folders["twin"],
             folders["large"],
             killed_after(documents, 4),
@@ -188,11 +191,11 @@ def test_nothing_is_saved_before_it_is_time(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head": 5}, "was begun with head 4, not 5; go on with the same settings, or remove it"),
-        ({"joint": True}, "was begun with joint False, not True"),
-        ({"weighting": "uniform"}, "was begun with weighting 'attention', not 'uniform'"),
-        ({"tokens": 864}, "holds 960 tokens, more than 864"),
-        ({"source": "twin"}, "was begun with source '[0-9a-f]{64}', not '[0-9a-f]{64}'"),
+        ({"head": 5}, "was written with head 4, not 5; use the same settings or remove it"),
+        ({"joint": True}, "was written with joint False, not True"),
+        ({"weighting": "uniform"}, "was written with weighting 'attention', not 'uniform'"),
+        ({"tokens": 864}, "holds 960 tokens; allowed: at most 864"),
+        ({"source": "twin"}, "was written with source '[0-9a-f]{64}', not '[0-9a-f]{64}'"),
     ],
 )
 def test_other_settings_or_models_are_refused(
@@ -208,7 +211,7 @@ def test_other_documents_are_refused(folders: dict[str, Path], documents: list[l
     changed = [list(ids) for ids in documents]
     changed[9][50] += 1 if changed[9][50] == 0 else -1
     for others in (changed, documents[:5]):
-        with pytest.raises(CheckpointMismatch, match="first 10 documents are others than these"):
+        with pytest.raises(CheckpointMismatch, match="first 10 documents differ from those given"):
             fitted(folders, others, file)
 
 
@@ -217,7 +220,7 @@ def test_what_is_no_checkpoint_is_refused(
     folders: dict[str, Path], documents: list[list[int]], file: Path, content: bytes | None
 ) -> None:
     file.write_bytes(file.read_bytes()[:1000] if content is None else content)
-    with pytest.raises(CheckpointMismatch, match="is no checkpoint of a fit"):
+    with pytest.raises(CheckpointMismatch, match="is not a checkpoint of a fit"):
         fitted(folders, documents, file)
 
 
@@ -243,13 +246,13 @@ def test_nobody_else_can_look_while_it_is_written(tmp_path: Path) -> None:
     left = tmp_path / "partial.new"  # by a run that was killed
     left.touch(mode=0o644)
     looking = Looking(left)
-    Checkpoint(tmp_path / "partial", {}).save(CheckpointState(looking, {}))
+    Checkpoint(tmp_path / "partial", {}, every_s=0).save(CheckpointState(looking, {}))
     assert looking.modes == [0o600]
     assert (tmp_path / "partial").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failed_save_leaves_what_was_saved_before(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4})
+    checkpoint = Checkpoint(tmp_path / "partial", {"head": 4}, every_s=0)
     checkpoint.save(CheckpointState({"x": torch.ones(3)}, {"num_documents": 1}))
     with pytest.raises(ValueError, match="non contiguous"):
         checkpoint.save(CheckpointState({"x": torch.ones(3, 2).T}, {"num_documents": 2}))

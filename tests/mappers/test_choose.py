@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mappers import CalibrationTooSmall, KVGeometry, MapperError, fit, methods
+from mappers import CalibrationTooSmall, KVGeometry, MapperError, methods
 from mappers.attention import NEAR, AttentionJudge
-from mappers.choose import COLUMNS, RIDGE, Chooser, forward_path, greedy_path, rank
-from mappers.collect import HELD_OUT_EVERY, Group, States, Wanted
+from mappers.choose import COLUMNS, FORWARD_RIDGE, Choice, Chooser, forward_path, greedy_path, rank
+from mappers.collect import HELD_OUT_EVERY, DocumentStates, FeatureGroup
 from mappers.manifest import Block
 from mappers.methods import Layout, Solution
 from mappers.methods.ridge import Ridge, cholesky_solve
-from mappers.models import load_model, read
+from mappers.models import load_model, prefill
 from mappers.rope import Rope
+from mappers.settings import FitSettings, Wanted
 from mappers.stats import Moments
-from tests.mappers.pairs import HEAD_DIM, KV_HEADS, random_cache, random_documents
+from tests.mappers.pairs import HEAD_DIM, KV_HEADS, fit_with, random_cache, random_documents
 
 LAYERS, WIDTH = 5, 3
-RIDGE_ONLY = Ridge(ridges=(RIDGE,))
+RIDGE_ONLY = Ridge(ridges=(FORWARD_RIDGE,))
 
 
-def group(x: torch.Tensor, *y: torch.Tensor) -> Group:
+def group(x: torch.Tensor, *y: torch.Tensor) -> FeatureGroup:
     """Rows x (n, LAYERS * WIDTH) and (n, WIDTH) of each target, a third of them held out."""
     targets: list[Wanted] = [("keys", layer) for layer in range(len(y))]
-    made = Group(("keys",), targets, KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu", len(x))
+    made = FeatureGroup(("keys",), targets, KVGeometry(LAYERS, 1, WIDTH), Layout(1, WIDTH, 1, WIDTH), "cpu", len(x))
     return taking(made, x, torch.cat(y, dim=1))
 
 
-def taking(made: Group, x: torch.Tensor, y: torch.Tensor) -> Group:
+def taking(made: FeatureGroup, x: torch.Tensor, y: torch.Tensor) -> FeatureGroup:
     cut = len(x) * 2 // 3
     made.train.update(x[:cut], y[:cut])
     made.held_out.update(x[cut:], y[cut:])
     return made
 
 
-def folded(made: Group) -> Group:
+def folded(made: FeatureGroup) -> FeatureGroup:
     made.fold()
     return made
 
@@ -48,7 +50,11 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def complementary() -> Group:
+def choices(group: FeatureGroup, **settings: Any) -> Iterator[Choice]:
+    return Chooser(FitSettings(**settings)).choices(group)
+
+
+def complementary() -> FeatureGroup:
     """y = a + b / 2: layers 1 and 3 know a, layer 4 knows b, the others nothing."""
     a, b = noise(600, WIDTH, seed=1), noise(600, WIDTH, seed=2)
     parts = [noise(600, WIDTH, seed=10 + layer) for layer in range(LAYERS)]
@@ -57,16 +63,16 @@ def complementary() -> Group:
 
 
 def test_top_takes_what_explains_most_alone_forward_what_adds_most() -> None:
-    (top,) = Chooser(methods.get("ridge"), "top").choices(complementary(), 2)
-    (forward,) = Chooser(methods.get("ridge"), "forward").choices(complementary(), 2)
+    (top,) = choices(complementary(), method="ridge", choose="top", layers=2)
+    (forward,) = choices(complementary(), method="ridge", choose="forward", layers=2)
     assert top.blocks == (("keys", 1), ("keys", 3)) and forward.blocks == (("keys", 1), ("keys", 4))
     assert forward.r2 > 0.9 > top.r2
 
 
 def test_rows_and_their_moments_lead_to_the_same_choice() -> None:
     for layers in (1, 2, "auto"):
-        (choice,) = Chooser(methods.get("ridge"), "top").choices(complementary(), layers)
-        (again,) = Chooser(methods.get("ridge"), "top").choices(folded(complementary()), layers)
+        (choice,) = choices(complementary(), method="ridge", choose="top", layers=layers)
+        (again,) = choices(folded(complementary()), method="ridge", choose="top", layers=layers)
         assert choice.blocks == again.blocks and choice.r2 == pytest.approx(again.r2)
         torch.testing.assert_close(choice.solution.weight, again.solution.weight)
 
@@ -77,9 +83,9 @@ def test_targets_are_chosen_for_and_fitted_as_each_alone(method: str, way: str) 
     x, targets = noise(600, LAYERS * WIDTH), [noise(600, WIDTH, seed=20 + index) for index in range(4)]
     for index, y in enumerate(targets):  # the first three from layers 1 and 2, the last from 3
         y += 3 * (x[:, WIDTH : 2 * WIDTH] + x[:, 2 * WIDTH : 3 * WIDTH] if index < 3 else x[:, 3 * WIDTH : 4 * WIDTH])
-    together = list(Chooser(methods.get(method), way).choices(group(x, *targets), 2))
+    together = list(choices(group(x, *targets), method=method, choose=way, layers=2))
     for y, choice in zip(targets, together, strict=True):
-        (alone,) = Chooser(methods.get(method), way).choices(group(x, y), 2)
+        (alone,) = choices(group(x, y), method=method, choose=way, layers=2)
         assert choice.blocks == alone.blocks and choice.r2 == pytest.approx(alone.r2)
         torch.testing.assert_close(choice.solution.weight, alone.solution.weight)
         torch.testing.assert_close(choice.solution.bias, alone.solution.bias)
@@ -89,7 +95,7 @@ def test_wide_targets_are_compared_by_some_of_their_columns() -> None:
     width = 3 * COLUMNS + 1
     x = noise(60 * width, 2 * width, seed=3)
     targets: list[Wanted] = [("keys", 0), ("keys", 1)]
-    made = Group(("keys",), targets, KVGeometry(2, 1, width), Layout(1, width, 1, width), "cpu", len(x))
+    made = FeatureGroup(("keys",), targets, KVGeometry(2, 1, width), Layout(1, width, 1, width), "cpu", len(x))
     y = torch.cat([x[:, width:].roll(7, 1), x[:, :width].roll(7, 1)], dim=1)
     r2 = rank(methods.get("ridge"), taking(made, x, y + noise(len(x), 2 * width)), [(block,) for block in made.blocks])
     assert r2.shape == (2, 2) and r2.diagonal().max() < 0.1 and r2.flip(0).diagonal().min() > 0.4
@@ -97,8 +103,8 @@ def test_wide_targets_are_compared_by_some_of_their_columns() -> None:
 
 def test_rows_become_moments_when_they_grow_too_many() -> None:
     layout = Layout(KV_HEADS, HEAD_DIM, KV_HEADS, HEAD_DIM)
-    made = Group(("keys",), [("keys", 0)], KVGeometry(2, KV_HEADS, HEAD_DIM), layout, "cpu", most_rows=25)
-    states = States(random_cache(2, 10), {})
+    made = FeatureGroup(("keys",), [("keys", 0)], KVGeometry(2, KV_HEADS, HEAD_DIM), layout, "cpu", max_rows=25)
+    states = DocumentStates(random_cache(2, 10), {})
     for held_out, is_folded in ((False, False), (True, False), (False, True), (False, True)):
         made.update(states, states, held_out)
         assert (made.train.moments is not None) == (made.held_out.moments is not None) == is_folded
@@ -115,7 +121,7 @@ def test_forward_selection_is_greedy_on_held_out_data(seed: int) -> None:
     def lost(blocks: list[tuple[Any, int]]) -> float:
         train, held_out = (m.select(made.features(blocks), made.outputs(0)) for m in (made.train, made.held_out))
         diagonal = train.gram().diagonal().view(len(blocks), -1)
-        penalty = RIDGE * diagonal.mean(1, keepdim=True).expand_as(diagonal).flatten()
+        penalty = FORWARD_RIDGE * diagonal.mean(1, keepdim=True).expand_as(diagonal).flatten()
         weight = cholesky_solve(train.gram() + torch.diag(penalty), train.xy, train.resolution)
         bias = held_out.mean_y - held_out.mean_x @ weight  # the selection looks past a shift of the means
         return float(Solution(weight, bias).lost(held_out).sum())
@@ -128,7 +134,7 @@ def test_forward_selection_is_greedy_on_held_out_data(seed: int) -> None:
 
 
 def test_joint_features_are_chosen_one_by_one(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["other"], folders["large"], documents, layers=2, joint=True, choose="forward")
+    mapper = fit_with(folders["other"], folders["large"], documents, layers=2, joint=True, choose="forward")
     specs = [spec.keys for spec in mapper.manifest.layers]
     assert any(spec.key_layers != spec.value_layers for spec in specs)
     assert max(len(spec.key_layers) + len(spec.value_layers) for spec in specs) <= 4
@@ -138,18 +144,18 @@ def test_joint_features_are_chosen_one_by_one(folders: dict[str, Path], document
 def test_auto_takes_as_many_layers_as_pay_and_as_the_tokens_allow() -> None:
     """Of 12 features 4 * 12 = 48 tokens are enough, of 15 they are too few."""
     x = noise(84, LAYERS * WIDTH)  # 56 of them to fit
-    (choice,) = Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH] + x[:, WIDTH : 2 * WIDTH]), "auto")
+    (choice,) = choices(group(x, x[:, :WIDTH] + x[:, WIDTH : 2 * WIDTH]), method="ridge", choose="top", layers="auto")
     assert [layer for _, layer in choice.blocks] == [0, 1]
-    (choice,) = Chooser(methods.get("ridge"), "top").choices(group(x, x.unflatten(1, (LAYERS, -1)).sum(1)), "auto")
+    (choice,) = choices(group(x, x.unflatten(1, (LAYERS, -1)).sum(1)), method="ridge", choose="top", layers="auto")
     assert len(choice.blocks) == 4
     with pytest.raises(CalibrationTooSmall, match="56 tokens for 15 features; at least 60"):
-        next(Chooser(methods.get("ridge"), "top").choices(group(x, x[:, :WIDTH]), 5))
+        next(choices(group(x, x[:, :WIDTH]), method="ridge", choose="top", layers=5))
 
 
 def test_the_last_fit_sees_what_was_held_out() -> None:
     x, y = noise(300, LAYERS * WIDTH), noise(300, WIDTH, seed=1)
     made = group(x, x[:, :WIDTH] + y)
-    (choice,) = Chooser(RIDGE_ONLY, "top").choices(made, 1)
+    (choice,) = choices(made, choose="top", layers=1, method_options={"ridges": (FORWARD_RIDGE,)})
     whole = Moments(WIDTH, WIDTH)
     whole.update(x[:, made.features(choice.blocks)], x[:, :WIDTH] + y)
     expected = RIDGE_ONLY.solve(whole, made.layout)
@@ -166,8 +172,8 @@ class Attention:
 
 
 def test_by_attention_layers_are_chosen_greedily_by_what_the_attention_makes_of_them() -> None:
-    chooser = Chooser(methods.get("ridge"), "attention", Attention())  # type: ignore[arg-type]
-    (choice,) = chooser.choices(complementary(), 3)
+    chooser = Chooser(FitSettings(choose="attention", layers=3), Attention())  # type: ignore[arg-type]
+    (choice,) = chooser.choices(complementary())
     assert choice.blocks == (("keys", 0), ("keys", 2)) and choice.error == 0.1
 
 
@@ -213,7 +219,7 @@ def test_the_head_and_what_is_near_is_native(folders: dict[str, Path], kind: Any
     (document,) = random_documents(1, NEAR + 5)
     width = KV_HEADS * HEAD_DIM
     judge = AttentionJudge((model, model), (Rope.of(model), Rope.of(model)), [document], 4)
-    plain = Rope.of(model).stripped(read(model, document))
+    plain = Rope.of(model).strip_cache(prefill(model, document))
     mapped = plain.of(kind)[1][:, 4].flatten().double()
     right = Solution(torch.zeros(width, width, dtype=torch.float64), mapped)  # for token 4, and for no other
     wrong = Solution(right.weight, -30 * right.bias)
@@ -231,7 +237,7 @@ def test_choosing_by_attention_is_at_least_as_good_by_attention(
     judge = AttentionJudge(models, ropes, held_out, 4)
     found = {}
     for way in ("top", "forward", "attention"):
-        mapper = fit(folders["other"], folders["large"], documents, choose=way, **given)
+        mapper = fit_with(folders["other"], folders["large"], documents, choose=way, **given)
         errors = []
         for layer, spec in enumerate(mapper.manifest.layers):
             weight, bias = (mapper.weights[f"layers.{layer}.keys.{part}"].double() for part in ("weight", "bias"))
@@ -242,5 +248,5 @@ def test_choosing_by_attention_is_at_least_as_good_by_attention(
 
 
 def test_an_unknown_way_is_refused(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    with pytest.raises(MapperError, match="unknown way to choose 'best'; known: attention, forward, top"):
-        fit(folders["twin"], folders["large"], documents, choose="best")
+    with pytest.raises(MapperError, match="choose is 'best'; allowed: attention, forward, top"):
+        fit_with(folders["twin"], folders["large"], documents, choose="best")

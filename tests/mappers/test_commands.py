@@ -10,13 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from mappers import QualityGate, QualityProtocol, load, load_manifest, report
+from mappers import QualityGate, QualityProtocol, load, load_manifest
 from mappers.bundle import REPORT, update
 from mappers.commands import bundle, eval, fit
 from mappers.data import documents, read_conversations
 from mappers.diagnose import diagnose
 from mappers.families import find_family
 from mappers.models import load_model, load_tokenizer
+from mappers.report import diagnosis_json
 from tests.mappers.pairs import add_tokenizer, disguised, llama, saved, talks_file
 
 SHORT = ["--lengths", "40,60", "--documents", "3", "--tail", "8", "--scored", "8"]
@@ -43,11 +44,11 @@ def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pyt
     gate = ["--max-ppl-ratio", "3", "--gate-lengths", "40,60", "--gate-documents", "3"]
     assert fit.main([*arguments, "--precision", "float32", *gate]) == 0
     out, err = capsys.readouterr()
-    assert "3 layers of 2 x 8 onto 3 of 2 x 8; statistics take at most 0.0 GB" in err
+    assert "3 layers of 2 x 8 to 3 of 2 x 8; statistics take up to 0.0 GB" in err
     assert "902 tokens in 11 documents\n" in err and "902 of 902 tokens" in err and "6 of 6 outputs" in err
     judging = ["kvrelay", "eval", str(tmp_path / "b"), *pair(workplace), "--lengths", "40,60", "--documents", "3"]
     assert err.endswith(f"{shlex.join([*judging, '--write'])}\n")
-    assert re.search(r"the models read for \d+\.\d s; all else took \d+\.\d s", err)
+    assert re.search(r"prefill took \d+\.\d s; everything else took \d+\.\d s", err)
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
     assert manifest.calibration.name == "talks.jsonl, split calibrate"
@@ -62,7 +63,7 @@ def test_a_fit_goes_on_from_what_stands_beside_its_bundle(
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
     assert fit.main(arguments) == 1
     told = capsys.readouterr().err
-    assert "going on from" in told and ".b.partial is no checkpoint of a fit; remove it" in told
+    assert "resuming from" in told and ".b.partial is not a checkpoint of a fit; remove it" in told
     assert fit.main([*arguments, "--no-checkpoint"]) == 0
     (tmp_path / ".b.partial").unlink()
     assert fit.main([*arguments, "--checkpoint-minutes", "0"]) == 0
@@ -112,11 +113,11 @@ def test_eval_stores_what_the_gate_reads(workplace: Path, tmp_path: Path, capsys
     assert "has no evaluation" in capsys.readouterr().out
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
     told = capsys.readouterr().err
-    assert "judged on 0 documents at prefix length 384; the gate asks for" in told  # a shortened protocol
+    assert "evaluated on 0 documents at prefix length 384; the gate requires" in told  # a shortened protocol
     own = QualityGate(max_ppl_ratio=50, min_top1=0, lengths=(40, 60), min_documents=3, min_scored=8)
     update(tmp_path / "b", gate=own)
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
-    assert "is whole; it passes its gate" in capsys.readouterr().out
+    assert "is intact; it passes its gate" in capsys.readouterr().out
     page = (tmp_path / "b" / REPORT).read_text()
     assert "b: ridge" in page and str(tmp_path) not in page, "where it was judged is nobody's business"
     (tmp_path / "b" / REPORT).write_text(page + " ")
@@ -216,10 +217,13 @@ def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--out missing"),
-        (["--out", "x", "--source", "s"], "--target, --data missing; without them, name a family"),
+        ([], "--out is missing"),
+        (["--out", "x", "--source", "s"], "--target, --data missing; name them, or a family"),
         (["PAIR", "--out", "x", "--method", "rige"], "unknown mapper 'rige'; known: hidden, identity"),
-        (["PAIR", "--out", "x", "--tokens", "10"], "78 tokens for 48 features; at least 192 are needed beside what is"),
+        (
+            ["PAIR", "--out", "x", "--tokens", "10"],
+            "78 tokens for 48 features; at least 192 are needed besides the held-out ones",
+        ),
         (["PAIR", "--out", "x", "--data", "/nonesuch"], "cannot read /nonesuch"),
         (["PAIR", "--out", "x", "--source", "/nonesuch"], "no model at '/nonesuch'"),
     ],
@@ -237,21 +241,21 @@ def test_fit_says_what_it_lacks(
     [
         (["--method", "rige"], "unknown mapper 'rige'; known: hidden"),
         (["--method", "ridge", "--rank", "3"], "ridge has no option 'rank'"),
-        (["--layers", "0"], "layers is 0; allowed: 1 and more, auto"),
-        (["--choose", "best"], "unknown way to choose 'best'; known: attention"),
-        (["--weighting", "heavy"], "unknown weighting 'heavy'; known: uniform"),
+        (["--layers", "0"], "layers is 0; allowed: 1 or more, or auto"),
+        (["--choose", "best"], "choose is 'best'; allowed: attention"),
+        (["--weighting", "heavy"], "weighting is 'heavy'; allowed: uniform"),
         (["--effective-share", "nan"], "effective_share is nan; allowed: above 0, up to 1"),
-        (["--tokens", "0"], "tokens is 0; allowed: 1 and more"),
-        (["--head", "-1"], "head is -1; allowed: 0 and more"),
+        (["--tokens", "0"], "tokens is 0; allowed: 1 or more"),
+        (["--head", "-1"], "head is -1; allowed: 0 or more"),
         (["--device", "cuda:99"], "device is 'cuda:99'; allowed here: cpu"),
-        (["--statistics", "nowhere/file"], "cannot write nowhere/file: there is no folder nowhere"),
+        (["--statistics", "nowhere/file"], "cannot write nowhere/file: the folder nowhere does not exist"),
         (["--statistics", "/"], "cannot write /: it is a folder"),
-        (["--out", "/"], "/ exists and is no bundle; allowed: a new path, or a bundle to replace"),
-        (["--checkpoint-minutes", "nan"], "checkpoint_minutes is nan; allowed: 0 and more"),
-        (["--max-ppl-ratio", "0.5"], "max_ppl_ratio is 0.5; allowed: 1 and more"),
+        (["--out", "/"], "/ exists and is not a bundle; allowed: a new path, or a bundle to replace"),
+        (["--checkpoint-minutes", "nan"], "checkpoint_minutes is nan; allowed: 0 or more"),
+        (["--max-ppl-ratio", "0.5"], "max_ppl_ratio is 0.5; allowed: 1 or more"),
         (["--min-top1", "80"], "min_top1 is 80.0; allowed: 0 to 1"),
-        (["--gate-documents", "0"], "gate_documents is 0; allowed: 1 and more"),
-        (["--gate-lengths", "384,0"], "gate_lengths is 0; allowed: 1 and more"),
+        (["--gate-documents", "0"], "gate_documents is 0; allowed: 1 or more"),
+        (["--gate-lengths", "384,0"], "gate_lengths is 0; allowed: 1 or more"),
     ],
 )
 def test_fit_checks_its_arguments_before_it_prepares_anything(
@@ -265,8 +269,8 @@ def test_fit_checks_its_arguments_before_it_prepares_anything(
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        (fit, ["smol", "--layers", "two"], "'two'; allowed: 1 and more, auto"),
-        (eval, ["smol", "--lengths", "384,x"], "'384,x'; allowed: numbers of tokens, as in 384,1024"),
+        (fit, ["smol", "--layers", "two"], "'two'; allowed: 1 or more, or auto"),
+        (eval, ["smol", "--lengths", "384,x"], "'384,x'; allowed: token counts such as 384,1024"),
     ],
 )
 def test_what_is_no_number_is_told_with_what_is_allowed(
@@ -288,7 +292,7 @@ def test_eval_diagnoses_on_the_tune_split_only(
     tune = documents(talks, "tune", load_tokenizer(workplace / "large"))
     models = load_model(workplace / "small"), load_model(workplace / "large")
     rows = diagnose(load(folder), *models, tune, QualityProtocol((40, 60), 3, tail=8, scored=8))
-    assert told["data"] == "talks.jsonl, split tune" and told["rows"] == report.told(rows)
+    assert told["data"] == "talks.jsonl, split tune" and told["rows"] == diagnosis_json(rows)
     assert "layers    2-2" in capsys.readouterr().out and load_manifest(folder).evaluation is None
 
 
@@ -340,11 +344,11 @@ def test_an_evaluation_goes_on_until_all_is_written(
         patch.setattr("sys.stderr", stderr := InterruptedAtTheEnd())
         assert eval.main(asked) == 130
     (kept,) = (home / "evaluations").iterdir()
-    assert f"interrupted; the same command goes on from {kept}" in stderr.getvalue() and not figures.exists()
+    assert f"interrupted; the same command resumes from {kept}" in stderr.getvalue() and not figures.exists()
     # 2. A file that takes nothing: the figures that come before are there, and no verdict is lost.
     assert eval.main([*asked, "--html", "/dev/full"]) == 1
     told = capsys.readouterr().err
-    assert f"going on from {kept}" in told and "cannot write /dev/full" in told and "tokens" not in told
+    assert f"resuming from {kept}" in told and "cannot write /dev/full" in told and "tokens" not in told
     assert figures.exists() and kept.exists() and load_manifest(tmp_path / "b").evaluation is None
     # 3. Done.
     assert eval.main(asked) == 0
@@ -357,20 +361,26 @@ def test_a_home_that_can_not_be_written_only_costs_going_on(
 ) -> None:
     monkeypatch.setenv("KVRELAY_HOME", "/sys/kvrelay")
     assert eval.main([str(workplace / "bundle"), *pair(workplace), *SHORT, "--arms", "hybrid"]) == 0
-    assert "if this is broken off it begins anew: " in capsys.readouterr().err
+    assert "an interrupted evaluation will start over: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["one", "two", "--diagnose"], "--diagnose looks at one bundle, not at 2"),
-        (["one", "--diagnose", "--write"], "allowed: with --html, both"),
-        (["smol", "tiny"], "families smol, tiny: allowed is one"),
-        (["one", "--documents", "0"], "num_documents is 0; allowed: 1 and more"),
+        (["one", "two", "--diagnose"], "--diagnose with 2 bundles; allowed: one"),
+        (["one", "--diagnose", "--write"], "allowed: add --html for both"),
+        (["smol", "tiny"], "families smol, tiny; allowed: one"),
+        (["one", "--documents", "0"], "num_documents is 0; allowed: 1 or more"),
         (["smol", "--arms", "hybrid,none"], "unknown arm 'none'; known: native, mapped"),
         (["smol", "--device", "gpu"], "device is 'gpu'; allowed here: cpu"),
-        (["one", "--json", "nowhere/report.json"], "cannot write nowhere/report.json: there is no folder nowhere"),
-        (["one", "--html", "nowhere/report.html"], "cannot write nowhere/report.html: there is no folder nowhere"),
+        (
+            ["one", "--json", "nowhere/report.json"],
+            "cannot write nowhere/report.json: the folder nowhere does not exist",
+        ),
+        (
+            ["one", "--html", "nowhere/report.html"],
+            "cannot write nowhere/report.html: the folder nowhere does not exist",
+        ),
         (["one", "--html", "/sys/report.html"], "cannot write to /sys: "),
     ],
 )

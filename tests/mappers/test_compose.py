@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import FingerprintMismatch, Mapper, MapperError, fit, load, load_manifest, save
+from mappers import FingerprintMismatch, Mapper, MapperError, load, load_manifest, save
 from mappers.commands import bundle
+from mappers.commands.bundle import differences
 from mappers.compose import compose
-from mappers.difference import difference
-from tests.mappers.pairs import largest_difference, llama, random_cache, saved
+from tests.mappers.pairs import fit_with, largest_difference, llama, random_cache, saved
 
 GIVEN: dict[str, Any] = {"precision": "float32", "data": "noise", "layers": 2}
 
@@ -20,7 +20,7 @@ GIVEN: dict[str, Any] = {"precision": "float32", "data": "noise", "layers": 2}
 @pytest.fixture(scope="module")
 def to_sibling(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     """From `other`, of two source layers a layer, keys and values together."""
-    return fit(folders["other"], folders["sibling"], documents, joint=True, **GIVEN)
+    return fit_with(folders["other"], folders["sibling"], documents, joint=True, **GIVEN)
 
 
 SECOND: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ SECOND: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=sorted(SECOND))
 def to_large(request: pytest.FixtureRequest, folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     """From `sibling`, layers 0 and 1 of which are copied unless it is asked otherwise."""
-    return fit(folders["sibling"], folders["large"], documents, **GIVEN, **SECOND[request.param])
+    return fit_with(folders["sibling"], folders["large"], documents, **GIVEN, **SECOND[request.param])
 
 
 @pytest.mark.parametrize("start", [0, 37])
@@ -52,18 +52,18 @@ def test_a_composed_map_is_one_after_the_other(to_sibling: Mapper, to_large: Map
 
 def test_copies_pass_through(folders: dict[str, Path], documents: list[list[int]], sibling_mapper: Mapper) -> None:
     """A copy of a copy stays one; a copy of a fitted output has its form."""
-    lowrank = fit(folders["twin"], folders["sibling"], documents, method="lowrank", rank=3, **GIVEN)
+    lowrank = fit_with(folders["twin"], folders["sibling"], documents, method="lowrank", rank=3, **GIVEN)
     composed = compose(lowrank, sibling_mapper)
     assert [spec.keys.method for spec in composed.manifest.layers] == ["lowrank", "lowrank", "composed", "composed"]
     assert composed.manifest.layers[1].keys == lowrank.manifest.layers[1].keys
-    same = fit(folders["sibling"], folders["sibling"], documents[:2], precision="float32")
+    same = fit_with(folders["sibling"], folders["sibling"], documents[:2], precision="float32")
     unchanged, cache = compose(same, sibling_mapper), random_cache(3, 9)
     assert unchanged.manifest.copied_layers == (0, 1)
     assert largest_difference(unchanged.map(cache), sibling_mapper.map(cache)) < 1e-5
 
 
 def test_maps_that_do_not_meet_are_refused(to_sibling: Mapper, sibling_mapper: Mapper) -> None:
-    with pytest.raises(FingerprintMismatch, match="leads to large .* starts from other .*allowed: A to B, then B to C"):
+    with pytest.raises(FingerprintMismatch, match="maps to large .* maps from other .*allowed: A to B, then B to C"):
         compose(sibling_mapper, to_sibling)
 
 
@@ -72,13 +72,13 @@ def test_keys_passed_through_between_different_ropes_are_refused(
 ) -> None:
     """Made up by hand: a fit finds no such copies."""
     turned = llama(1, 3, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
-    first = fit(saved(turned, tmp_path / "turned"), folders["sibling"], documents, **GIVEN)
+    first = fit_with(saved(turned, tmp_path / "turned"), folders["sibling"], documents, **GIVEN)
     layers = tuple(
         spec.model_copy(update={"keys": spec.keys.model_copy(update={"method": "copy", "key_layers": (i,)})})
         for i, spec in enumerate(first.manifest.layers)
     )
     copying = Mapper(first.manifest.model_copy(update={"layers": layers}), first.weights)
-    with pytest.raises(MapperError, match="copies the keys of layer 0, which its two models turn differently"):
+    with pytest.raises(MapperError, match="copies the keys of layer 0 between models with different RoPE"):
         compose(copying, sibling_mapper)
 
 
@@ -105,8 +105,8 @@ def test_the_commands(
 def test_a_difference_names_the_outputs_and_how_far_they_are_apart(twin_mapper: Mapper) -> None:
     weights = {name: tensor.clone() for name, tensor in twin_mapper.weights.items()}
     weights["layers.2.values.weight"] *= 1.1
-    rows = difference(Mapper(twin_mapper.manifest, weights), twin_mapper)
+    rows = differences(Mapper(twin_mapper.manifest, weights), twin_mapper)
     assert [row[0] for row in rows] == ["layer 2 values"]
     assert rows[0][2].endswith("weights differ by 10.0%") and rows[0][1].startswith("ridge of v2 (R² 1.000)")
     weights["layers.0.keys.bias"] += torch.ones(16)
-    assert [row[0] for row in difference(Mapper(twin_mapper.manifest, weights), twin_mapper)][0] == "layer 0 keys"
+    assert [row[0] for row in differences(Mapper(twin_mapper.manifest, weights), twin_mapper)][0] == "layer 0 keys"

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Mapper, QualityProtocol, UnsupportedModel, evaluate
+from mappers import Mapper, QualityProtocol, UnsupportedModel
 from mappers.arms import agreement
-from mappers.attention import compared
+from mappers.attention import compare_attention
 from mappers.cache import KVCache
-from mappers.models import continued, load_model, read, run
-from tests.mappers.pairs import KV_HEADS, random_cache, random_documents
+from mappers.models import generate_greedy, load_model, prefill, run
+from tests.mappers.pairs import KV_HEADS, evaluate_one, random_cache, random_documents
 
 TOKENS = random_documents(1, 90, seed=5)[0]
 
@@ -31,9 +31,9 @@ def attention_outputs(model: Any, layer: int, ids: list[int], past: KVCache) -> 
 
 
 def test_the_attention_over_a_stand_in_is_that_of_a_cache_that_holds_it(model: Any) -> None:
-    native = read(model, TOKENS[:60])
+    native = prefill(model, TOKENS[:60])
     stand_in = random_cache(4, 50, seed=3, start=5)
-    with compared(model, [stand_in]) as (found,):
+    with compare_attention(model, [stand_in]) as (found,):
         watched = run(model, TOKENS[60:70], native)[1]
     assert found.mean.shape == (4, 4)
     mixed = KVCache.concatenate([native.slice(0, 5), stand_in, native.slice(55, 60)])
@@ -48,7 +48,7 @@ def test_another_model_is_not_watched_and_the_hook_is_gone_behind(model: Any, fo
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with pytest.raises(KeyboardInterrupt), compared(model, [random_cache(4, 5)]) as (found,):
+    with pytest.raises(KeyboardInterrupt), compare_attention(model, [random_cache(4, 5)]) as (found,):
         run(load_model(folders["other"]), TOKENS[:10])
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError):  # nothing to stack
@@ -59,8 +59,8 @@ def test_another_model_is_not_watched_and_the_hook_is_gone_behind(model: Any, fo
 def test_an_attention_that_can_not_be_watched_is_named(folders: dict[str, Path]) -> None:
     model = load_model(folders["large"])
     model.set_attn_implementation("eager")
-    with pytest.raises(UnsupportedModel, match="attention implementation 'eager' can't be watched; allowed: .*sdpa"):
-        with compared(model, []):
+    with pytest.raises(UnsupportedModel, match="attention implementation 'eager' cannot be watched; allowed: .*sdpa"):
+        with compare_attention(model, []):
             pass
 
 
@@ -68,7 +68,7 @@ def test_what_is_continued_is_what_the_model_generates(model: Any) -> None:
     generated = model.generate(
         torch.tensor([TOKENS[:40]]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
     )
-    assert continued(model, TOKENS[30:40], read(model, TOKENS[:30]), 12) == tuple(generated[0, 40:].tolist())
+    assert generate_greedy(model, TOKENS[30:40], prefill(model, TOKENS[:30]), 12) == tuple(generated[0, 40:].tolist())
 
 
 def test_agreement_counts_equal_places() -> None:
@@ -81,8 +81,8 @@ def test_an_exact_map_is_told_from_a_poor_one_by_attention_and_by_words(
     protocol = QualityProtocol(lengths=(40, 60), num_documents=2, head=4, tail=8, scored=16, greedy=12)
     documents = random_documents(2, 100, seed=9)
     target = load_model(folders["large"])
-    exact = evaluate(twin_mapper, load_model(folders["twin"]), target, documents, protocol)
-    poor = evaluate(sibling_mapper, load_model(folders["sibling"]), target, documents, protocol)
+    exact = evaluate_one(twin_mapper, load_model(folders["twin"]), target, documents, protocol)
+    poor = evaluate_one(sibling_mapper, load_model(folders["sibling"]), target, documents, protocol)
     assert [row.layer for row in exact.attention] == [0, 1, 2, 3]
     assert all(row.min > 0.999 and row.min <= row.mean for row in exact.attention)
     assert min(row.mean for row in poor.attention[:2]) > 0.999  # copied

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Mapper, QualityProtocol, evaluate
+from mappers import Mapper, QualityProtocol
 from mappers.diagnose import PartScore, diagnose, layer_groups, parts
 from mappers.models import load_model
 from mappers.protocol import spans
-from tests.mappers.pairs import random_cache, random_documents
+from tests.mappers.pairs import evaluate_one, random_cache, random_documents
 
 PROTOCOL = QualityProtocol(lengths=(40, 90), num_documents=2, head=4, tail=8, scored=16)
 DOCUMENTS = random_documents(3, 120, seed=21)
@@ -33,7 +33,7 @@ def loss(rows: dict[tuple[str, str], PartScore], by: str, part: str) -> float:
 def test_all_parts_together_are_what_is_served(
     rows: dict[tuple[str, str], PartScore], sibling_mapper: Mapper, models: tuple[Any, Any]
 ) -> None:
-    served = evaluate(sibling_mapper, *models, DOCUMENTS, PROTOCOL, arms=["hybrid"]).arm("hybrid")
+    served = evaluate_one(sibling_mapper, *models, DOCUMENTS, PROTOCOL, arms=["hybrid"]).arm("hybrid")
     assert served is not None
     assert loss(rows, "all", "all") == pytest.approx(served.kl_mean, rel=1e-3)
     assert rows["all", "all"].score.ppl_ratio == pytest.approx(served.ppl_ratio, rel=1e-3)
@@ -51,7 +51,7 @@ def test_a_part_replaces_itself_and_nothing_else(sibling_mapper: Mapper) -> None
     native, mapped = random_cache(4, 82), random_cache(4, 82, seed=1)
     covered = torch.zeros(2, 4, 2, 82)
     for part in parts(sibling_mapper, 4, 82):
-        mixed = part.replaced(native, mapped)
+        mixed = part.replace(native, mapped)
         moved = torch.stack(
             [
                 torch.stack([(a != b).any(-1) for a, b in zip(mixed.of(k), native.of(k), strict=True)])

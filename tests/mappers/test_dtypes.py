@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import CheckpointMismatch, MapperError, QualityProtocol, evaluate, fit
-from mappers.models import load_model, read
-from tests.mappers.pairs import llama, random_documents, saved
+from mappers import CheckpointMismatch, MapperError, QualityProtocol
+from mappers.models import load_model, prefill
+from tests.mappers.pairs import evaluate_one, fit_with, llama, random_documents, saved
 
 PROTOCOL = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
 
@@ -20,15 +20,15 @@ def test_a_map_fitted_and_judged_in_half_precision_is_that_of_float32(
     folders: dict[str, Path], documents: list[list[int]], dtype: str
 ) -> None:
     twin, large = folders["twin"], folders["large"]
-    mapper = fit(twin, large, documents, dtype=dtype, precision="float32", ridges=(1e-9,))
+    mapper = fit_with(twin, large, documents, dtype=dtype, precision="float32", ridges=(1e-9,))
     assert mapper.manifest.options["dtype"] == dtype
     (ids,) = random_documents(1, 80, seed=3)
-    exact, mapped = read(load_model(folders["large"]), ids), mapper.map(read(load_model(folders["twin"]), ids))
+    exact, mapped = prefill(load_model(folders["large"]), ids), mapper.map(prefill(load_model(folders["twin"]), ids))
     for ours, theirs in zip(mapped.values, exact.values, strict=True):
         assert 1e-5 < float((ours - theirs).norm() / theirs.norm()) < 0.02
     models = load_model(folders["twin"], dtype=dtype), load_model(folders["large"], dtype=dtype)
     assert {str(model.dtype) for model in models} == {f"torch.{dtype}"}
-    found = evaluate(mapper, *models, random_documents(2, 90, seed=4), PROTOCOL)
+    found = evaluate_one(mapper, *models, random_documents(2, 90, seed=4), PROTOCOL)
     for arm in ("native", "hybrid"):
         score = found.arm(arm)
         assert score is not None and score.kl_mean < 0.02
@@ -46,7 +46,12 @@ def test_auto_is_what_the_weights_are_stored_in(tmp_path: Path) -> None:
 def test_what_was_read_in_another_precision_is_not_gone_on_with(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
-    given: dict[str, Any] = {"layers": 1, "checkpoint": tmp_path / "kept", "keep": True, "method": "identity"}
-    assert "dtype" not in fit(folders["twin"], folders["large"], documents[:4], **given).manifest.options
-    with pytest.raises(CheckpointMismatch, match="was begun with dtype None, not 'bfloat16'"):
-        fit(folders["twin"], folders["large"], documents[:4], dtype="bfloat16", **given)
+    given: dict[str, Any] = {
+        "layers": 1,
+        "checkpoint": tmp_path / "kept",
+        "keep_checkpoint": True,
+        "method": "identity",
+    }
+    assert "dtype" not in fit_with(folders["twin"], folders["large"], documents[:4], **given).manifest.options
+    with pytest.raises(CheckpointMismatch, match="was written with dtype None, not 'bfloat16'"):
+        fit_with(folders["twin"], folders["large"], documents[:4], dtype="bfloat16", **given)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import Evaluation, Mapper, MapperError, QualityProtocol, evaluate, fit
-from mappers.arms import ARMS, randomised
-from mappers.models import load_model, log_probs, read, run
+from mappers import Evaluation, Mapper, MapperError, QualityProtocol
+from mappers.arms import ARMS, randomise
+from mappers.models import load_model, log_probs, prefill, run
 from mappers.protocol import choose_documents
 from mappers.scores import compare, summarise
-from tests.mappers.pairs import largest_difference, random_cache, random_documents
+from tests.mappers.pairs import evaluate_one, fit_with, largest_difference, random_cache, random_documents
 
 PROTOCOL = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16)
 TEST_DOCUMENTS = random_documents(6, 120, seed=42)
@@ -22,7 +22,7 @@ TEST_DOCUMENTS = random_documents(6, 120, seed=42)
 def judged(twin_mapper: Mapper, folders: dict[str, Path]) -> Evaluation:
     """An exact map, judged."""
     models = load_model(folders["twin"]), load_model(folders["large"])
-    return evaluate(twin_mapper, *models, TEST_DOCUMENTS, PROTOCOL, data="noise")
+    return evaluate_one(twin_mapper, *models, TEST_DOCUMENTS, PROTOCOL, data="noise")
 
 
 def row(evaluation: Evaluation, arm: str) -> Any:
@@ -62,25 +62,25 @@ def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[st
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     protocol = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
     documents = random_documents(2, 100, seed=9)
-    found = evaluate(sibling_mapper, source, target, documents, protocol)
+    found = evaluate_one(sibling_mapper, source, target, documents, protocol)
     ids, truth = documents[0], torch.tensor(documents[0][60:76])
     native = log_probs(target, run(target, ids[:75])[1][59:])
-    head = read(target, ids[:4])
+    head = prefill(target, ids[:4])
 
     def served(cache: Any, cut: int) -> Any:
         past = type(head).concatenate([head, cache.slice(4, cut)])
         return log_probs(target, run(target, ids[cut:75], past)[1][-16:])
 
-    mapped = sibling_mapper.map(read(source, ids[:75]))
+    mapped = sibling_mapper.map(prefill(source, ids[:75]))
     expected = {
         "mapped": served(mapped, 59),
         "hybrid": served(mapped, 52),
-        "wrong_document": served(sibling_mapper.map(read(source, documents[1][:75])), 52),
-        "random_mapper": served(randomised(sibling_mapper).map(read(source, ids[:75])), 52),
+        "wrong_document": served(sibling_mapper.map(prefill(source, documents[1][:75])), 52),
+        "random_mapper": served(randomise(sibling_mapper).map(prefill(source, ids[:75])), 52),
         "no_cache": log_probs(target, run(target, ids[52:75], head, start=52)[1][-16:]),
         "source_alone": log_probs(source, run(source, ids[:75])[1][59:]),
     }
-    alone = evaluate(sibling_mapper, source, target, documents, QualityProtocol((60,), 1, 4, 8, 16))
+    alone = evaluate_one(sibling_mapper, source, target, documents, QualityProtocol((60,), 1, 4, 8, 16))
     assert alone.arm("wrong_document") is None
     for arm, predicted in expected.items():
         score = compare(arm, 0, 60, native, predicted, truth)
@@ -94,7 +94,7 @@ def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[st
 
 def test_the_tail_read_natively_helps(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
     models = load_model(folders["sibling"]), load_model(folders["large"])
-    found = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, arms=("mapped", "hybrid"))
+    found = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, arms=("mapped", "hybrid"))
     assert [score.arm for score in found.arms] == ["mapped", "hybrid"]
     assert row(found, "hybrid").kl_mean < row(found, "mapped").kl_mean
 
@@ -103,8 +103,8 @@ def test_raw_keys_are_left_out_where_heads_differ_in_size(documents: list[list[i
     from tests.mappers.pairs import llama, saved
 
     source, target = llama(5, 2, head_dim=4), llama(6, 3)
-    mapper = fit(saved(source, tmp_path / "a"), saved(target, tmp_path / "b"), documents, layers=1)
-    found = evaluate(mapper, source, target, TEST_DOCUMENTS[:2], PROTOCOL)
+    mapper = fit_with(saved(source, tmp_path / "a"), saved(target, tmp_path / "b"), documents, layers=1)
+    found = evaluate_one(mapper, source, target, TEST_DOCUMENTS[:2], PROTOCOL)
     assert {score.arm for score in found.arms} == set(ARMS) - {"raw_source"}
 
 
@@ -146,7 +146,7 @@ def test_equal_predictions_score_perfectly_and_moved_ones_do_not() -> None:
 
 def test_zeroing_the_cache_moves_the_predictions(folders: dict[str, Path]) -> None:
     model, ids = load_model(folders["large"]), TEST_DOCUMENTS[0]
-    past = read(model, ids[:60])
+    past = prefill(model, ids[:60])
     zero = type(past)(tuple(k * 0 for k in past.keys), tuple(v * 0 for v in past.values))
     native, moved = (log_probs(model, run(model, ids[60:70], cache)[1]) for cache in (past, zero))
     assert (native - moved).abs().max() > 0.1
@@ -154,7 +154,7 @@ def test_zeroing_the_cache_moves_the_predictions(folders: dict[str, Path]) -> No
 
 def test_random_weights_are_of_the_same_size_and_seeded(sibling_mapper: Mapper) -> None:
     cache = random_cache(3, 60)
-    one, two = randomised(sibling_mapper), randomised(sibling_mapper)
+    one, two = randomise(sibling_mapper), randomise(sibling_mapper)
     assert one.manifest.copied_layers == () and largest_difference(one.map(cache), two.map(cache)) == 0
     fitted, drawn = sibling_mapper.map(cache), one.map(cache)
     for layer in range(4):
@@ -180,8 +180,8 @@ def test_documents_are_read_no_further_than_needed() -> None:
     [
         ({"lengths": ()}, "each must exceed"),
         ({"lengths": (12,)}, r"must exceed head \+ tail = 12"),
-        ({"tail": 0}, "tail is 0; allowed: 1 and more"),
-        ({"head": -1}, "head is -1; allowed: 0 and more"),
+        ({"tail": 0}, "tail is 0; allowed: 1 or more"),
+        ({"head": -1}, "head is -1; allowed: 0 or more"),
         ({"num_documents": 0}, "num_documents is 0"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_protocol_without_sense_is_refused(change: dict[str, Any], message: st
     ("lengths", "arms", "message"),
     [
         ((40, 300), ARMS, "no document of 316 tokens for prefix length 300; the longest has 120"),
-        ((500,), ARMS, "516 tokens are more than the 512"),
+        ((500,), ARMS, "516 tokens exceed the context of 512"),
         ((40,), ("hybird",), "unknown arm 'hybird'; known: native"),
     ],
 )
@@ -204,4 +204,4 @@ def test_what_can_not_be_judged_is_refused(
     models = load_model(folders["twin"]), load_model(folders["large"])
     protocol = QualityProtocol(lengths=lengths, num_documents=1, head=4, tail=8, scored=16)
     with pytest.raises(MapperError, match=message):
-        evaluate(twin_mapper, *models, TEST_DOCUMENTS, protocol, arms=arms)
+        evaluate_one(twin_mapper, *models, TEST_DOCUMENTS, protocol, arms=arms)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mappers import Evaluation, Mapper, QualityProtocol, evaluate, evaluate_all, fit, load
+from mappers import Evaluation, Mapper, QualityProtocol, evaluate, load
 from mappers.arms import ARMS
 from mappers.data import documents
 from mappers.families import find_family
 from mappers.models import load_model, load_tokenizer
-from tests.mappers.pairs import random_documents
+from tests.mappers.pairs import evaluate_one, fit_with, random_documents
 
 PROTOCOL = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=8, scored=16, num_controls=2)
 TEST_DOCUMENTS = random_documents(6, 120, seed=42)
@@ -32,10 +32,10 @@ def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None
     models = load_model(family.source), load_model(family.target)
     texts = list(islice((ids for ids in documents(family.conversations(), "test", tokenizer) if len(ids) > 300), 2))
     lengths = (80, 240)
-    together = evaluate(mapper, *models, texts, QualityProtocol(lengths, 2, scored=32))
+    together = evaluate_one(mapper, *models, texts, QualityProtocol(lengths, 2, scored=32))
     assert [at.length for at in together.lengths] == list(lengths)
     for length, at in zip(lengths, together.lengths, strict=True):
-        alone = evaluate(mapper, *models, texts, QualityProtocol((length,), 2, scored=32))
+        alone = evaluate_one(mapper, *models, texts, QualityProtocol((length,), 2, scored=32))
         for fast, slow in zip(at.arms, alone.arms, strict=True):
             assert (fast.arm, fast.documents) == (slow.arm, slow.documents)
             for figure in ("ppl_ratio", "top1", "kl_mean", "kl_p95"):
@@ -45,22 +45,25 @@ def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None
 def test_controls_are_judged_on_fewer_documents_and_what_is_served_on_all(
     sibling_mapper: Mapper, models: tuple[Any, Any]
 ) -> None:
-    few = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
+    few = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
     on_all = {"mapped", "hybrid", "source_alone"}
     assert {score.arm: score.documents for score in few.arms} == {arm: 4 if arm in on_all else 2 for arm in ARMS}
-    every = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, QualityProtocol((40, 80), 4, 4, 8, 16, num_controls=4))
+    every = evaluate_one(
+        sibling_mapper, *models, TEST_DOCUMENTS, QualityProtocol((40, 80), 4, 4, 8, 16, num_controls=4)
+    )
     for arm in on_all:
         assert few.arm(arm) == every.arm(arm)
-    two = evaluate(sibling_mapper, *models, TEST_DOCUMENTS[:2], QualityProtocol((40, 80), 2, 4, 8, 16))
+    two = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS[:2], QualityProtocol((40, 80), 2, 4, 8, 16))
     assert few.arm("no_cache") == two.arm("no_cache")
 
 
 def test_several_mappers_are_judged_as_each_alone(
     sibling_mapper: Mapper, models: tuple[Any, Any], folders: dict[str, Path], documents: list[list[int]]
 ) -> None:
-    plain = fit(folders["sibling"], folders["large"], documents, method="identity")
-    together = evaluate_all([sibling_mapper, plain], *models, TEST_DOCUMENTS, PROTOCOL)
-    assert together == [evaluate(mapper, *models, TEST_DOCUMENTS, PROTOCOL) for mapper in (sibling_mapper, plain)]
+    plain = fit_with(folders["sibling"], folders["large"], documents, method="identity")
+    results = evaluate([sibling_mapper, plain], *models, TEST_DOCUMENTS, PROTOCOL)
+    together = [result.evaluation for result in results]
+    assert together == [evaluate_one(mapper, *models, TEST_DOCUMENTS, PROTOCOL) for mapper in (sibling_mapper, plain)]
     assert together[0].arm("hybrid") != together[1].arm("hybrid")
 
 
@@ -80,12 +83,12 @@ def killed_after(num_documents: int) -> Any:
 
 
 def resumed(
-    mapper: Mapper, models: tuple[Any, Any], keep: Path, protocol: QualityProtocol = PROTOCOL
+    mapper: Mapper, models: tuple[Any, Any], file: Path, protocol: QualityProtocol = PROTOCOL
 ) -> tuple[Any, int]:
     """The evaluation with what is kept in a file, and how many documents it still had to judge."""
     told: list[int] = []
-    evaluation = evaluate(
-        mapper, *models, TEST_DOCUMENTS, protocol, keep=keep, progress=lambda done, total: told.append(done)
+    evaluation = evaluate_one(
+        mapper, *models, TEST_DOCUMENTS, protocol, progress_file=file, progress=lambda done, total: told.append(done)
     )
     return evaluation, len(told[1:])  # what is to be done is told before the first, which may take minutes
 
@@ -93,16 +96,16 @@ def resumed(
 @pytest.fixture
 def broken_off(sibling_mapper: Mapper, models: tuple[Any, Any], tmp_path: Path) -> Path:
     """What an evaluation of four documents leaves that was killed after three."""
-    keep = tmp_path / "report.json.partial"
+    file = tmp_path / "report.json.partial"
     with pytest.raises(Killed):
-        evaluate(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, keep=keep, progress=killed_after(3))
-    return keep
+        evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, progress_file=file, progress=killed_after(3))
+    return file
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(
     sibling_mapper: Mapper, models: tuple[Any, Any], broken_off: Path
 ) -> None:
-    whole: Evaluation = evaluate(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
+    whole: Evaluation = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
     assert resumed(sibling_mapper, models, broken_off) == (whole, 1)
     assert resumed(sibling_mapper, models, broken_off) == (whole, 0), "it is the caller's to remove"
 
@@ -120,4 +123,4 @@ def test_what_was_kept_of_another_protocol_is_not_used(
 ) -> None:
     other = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=9, scored=16, num_controls=2)
     evaluation, judged = resumed(sibling_mapper, models, broken_off, other)
-    assert judged == 4 and evaluation == evaluate(sibling_mapper, *models, TEST_DOCUMENTS, other)
+    assert judged == 4 and evaluation == evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, other)

@@ -8,6 +8,7 @@ import torch
 
 from mappers import (
     CalibrationTooSmall,
+    FitSettings,
     Mapper,
     MapperError,
     QualityGate,
@@ -15,30 +16,28 @@ from mappers import (
     UnknownMethod,
     UnsupportedModel,
     fingerprint,
-    fit,
     methods,
 )
 from mappers.collect import (
     HELD_OUT_EVERY,
     MAX_DOCUMENT_TOKENS,
     ROWS_BYTES,
-    Reading,
     collect,
-    most_rows,
-    planned_bytes,
+    max_buffered_rows,
+    statistics_bytes,
 )
 from mappers.manifest import KINDS
 from mappers.model_config import geometry_of
-from mappers.models import load_model, log_probs, read, run
+from mappers.models import load_model, log_probs, prefill, run
 from mappers.rope import Rope
 from mappers.stats import BATCH, Moments, RowAccumulator
-from tests.mappers.pairs import add_tokenizer, largest_difference, llama, random_documents, saved
+from tests.mappers.pairs import add_tokenizer, fit_with, largest_difference, llama, random_documents, saved
 
 FRESH = random_documents(1, 80, seed=77)[0]
 
 
 def test_a_planted_map_between_two_models_is_recovered(twin_mapper: Mapper, folders: dict[str, Path]) -> None:
-    source, target = read(load_model(folders["twin"]), FRESH), read(load_model(folders["large"]), FRESH)
+    source, target = prefill(load_model(folders["twin"]), FRESH), prefill(load_model(folders["large"]), FRESH)
     mapped, native = twin_mapper.map(source).slice(4, 80), target.slice(4, 80)
     assert largest_difference(source.slice(4, 80), native) > 1
     for kind in KINDS:
@@ -56,10 +55,10 @@ def test_no_more_source_layers_are_taken_than_pay(twin_mapper: Mapper) -> None:
 def test_a_model_mapped_to_itself_gives_its_own_log_probs(
     folders: dict[str, Path], documents: list[list[int]], name: str
 ) -> None:
-    mapper = fit(folders["large"], folders["large"], documents[:4], method=name)
+    mapper = fit_with(folders["large"], folders["large"], documents[:4], method=name)
     model = load_model(folders["large"])
     assert mapper.manifest.copied_layers == (0, 1, 2, 3)
-    past = mapper.map(read(model, FRESH[:50]))
+    past = mapper.map(prefill(model, FRESH[:50]))
     native, mapped = run(model, FRESH)[1][50:], run(model, FRESH[50:], past)[1]
     assert (log_probs(model, native) - log_probs(model, mapped)).abs().max() <= 1e-4
 
@@ -72,7 +71,7 @@ def test_shared_layers_are_found_and_the_rest_is_fitted(sibling_mapper: Mapper) 
 
 
 def test_shared_layers_are_fitted_like_any_other_if_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["sibling"], folders["large"], documents, copies=False)
+    mapper = fit_with(folders["sibling"], folders["large"], documents, copies=False)
     assert mapper.manifest.copied_layers == ()
     assert mapper.manifest.layers[1].keys.r2 is not None and mapper.manifest.layers[1].keys.r2 > 0.999
 
@@ -83,9 +82,11 @@ def test_layers_that_only_looked_shared_are_refused(folders: dict[str, Path], tm
     model.model.embed_tokens.weight[63].mul_(-1)
     saved(model, tmp_path / "odd")
     documents = [[i % 63 for i in range(80)], *random_documents(3, 80)]
-    with pytest.raises(MapperError, match="keys of target layer 0 looked like those of source layer 0, but differ"):
-        fit(tmp_path / "odd", folders["large"], documents)
-    assert fit(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).manifest.copied_layers == ()
+    with pytest.raises(
+        MapperError, match="keys of target layer 0 equal those of source layer 0 in the first document, but differ"
+    ):
+        fit_with(tmp_path / "odd", folders["large"], documents)
+    assert fit_with(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).manifest.copied_layers == ()
 
 
 def test_keys_may_be_shared_where_values_are_not(
@@ -94,7 +95,7 @@ def test_keys_may_be_shared_where_values_are_not(
     model = load_model(folders["large"])
     model.model.layers[0].self_attn.v_proj.weight.mul_(2)
     model.model.layers[0].self_attn.o_proj.weight.div_(2)
-    mapper = fit(saved(model, tmp_path / "doubled"), folders["large"], documents)
+    mapper = fit_with(saved(model, tmp_path / "doubled"), folders["large"], documents)
     first = mapper.manifest.layers[0]
     assert (first.keys.method, first.values.method) == ("copy", "ridge")
     assert mapper.manifest.copied_layers == (1, 2, 3)
@@ -104,14 +105,14 @@ def test_keys_under_another_rope_are_not_copied(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     other = llama(1, 4, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
-    mapper = fit(saved(other, tmp_path / "other"), folders["large"], documents)
+    mapper = fit_with(saved(other, tmp_path / "other"), folders["large"], documents)
     assert mapper.manifest.layers[0].keys.method == "ridge" and mapper.manifest.layers[0].values.method == "copy"
     assert mapper.manifest.layers[0].keys.r2 is not None and mapper.manifest.layers[0].keys.r2 > 0.999
 
 
 def test_keys_and_values_joined_explain_at_least_as_much(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    apart = fit(folders["other"], folders["large"], documents, layers=2)
-    joint = fit(folders["other"], folders["large"], documents, layers=2, joint=True)
+    apart = fit_with(folders["other"], folders["large"], documents, layers=2)
+    joint = fit_with(folders["other"], folders["large"], documents, layers=2, joint=True)
     spec = joint.manifest.layers[0].keys
     assert spec.key_layers == spec.value_layers != ()
 
@@ -131,13 +132,13 @@ def test_the_manifest_tells_where_the_map_comes_from(
     assert manifest.calibration.num_tokens == sum(map(len, documents))
     assert (manifest.calibration.name, manifest.calibration.num_documents) == ("noise", len(documents))
     assert str(folders["twin"].parent) not in manifest.model_dump_json()
-    again = fit(folders["twin"], folders["large"], documents[::-1], precision="float32")
+    again = fit_with(folders["twin"], folders["large"], documents[::-1], precision="float32")
     assert again.manifest.calibration.digest != manifest.calibration.digest
 
 
 def test_no_more_tokens_are_read_than_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
     told: list[tuple[int, int | None]] = []
-    mapper = fit(
+    mapper = fit_with(
         folders["twin"], folders["large"], documents, layers=1, tokens=500, progress=lambda *done: told.append(done)
     )
     assert mapper.manifest.calibration.num_tokens == 576 == told[-1][0]
@@ -148,11 +149,11 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
     documents = random_documents(5, 30)
-    collected = collect(models, ropes, documents, Reading())
+    collected = collect(models, ropes, documents, FitSettings())
     for group in collected.groups:
         assert group.train.count + group.held_out.count == 5 * (30 - 4)
         assert group.held_out.count == 26 * len([i for i in range(5) if i % HELD_OUT_EVERY == 1])
-    rows = [read(models[0], ids).slice(4, 30).values[2].transpose(0, 1).flatten(1) for ids in documents]
+    rows = [prefill(models[0], ids).slice(4, 30).values[2].transpose(0, 1).flatten(1) for ids in documents]
     train = torch.cat([row for i, row in enumerate(rows) if i % HELD_OUT_EVERY != 1]).double()
     features = collected.groups[1].features([("values", 2)])
     mean = collected.groups[1].train.fold().mean_x
@@ -163,27 +164,31 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
 def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bool) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
-    reading = Reading(joint=joint, copies=False)
-    collected = collect(models, ropes, random_documents(2, 30), reading)
+    settings = FitSettings(joint=joint, copies=False)
+    collected = collect(models, ropes, random_documents(2, 30), settings)
     sizes = [(group.train.num_features, group.train.num_targets) for group in collected.groups]
     moments, row = (
         sum(2 * Moments.bytes_for(*size) for size in sizes),
         sum(RowAccumulator.bytes_for(*size) for size in sizes),
     )
     source, target = (geometry_of(model.config) for model in models)
-    assert planned_bytes(source, target, reading) == moments + most_rows(sizes) * row
-    few = planned_bytes(source, target, reading, max_tokens=1000)
+    assert statistics_bytes(source, target, settings) == moments + max_buffered_rows(sizes) * row
+    few = statistics_bytes(source, target, settings, max_tokens=1000)
     assert few == moments + (1000 + MAX_DOCUMENT_TOKENS) * row
 
 
 def test_rows_are_held_while_they_take_less_than_their_moments() -> None:
-    assert most_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill what is multiplied at once
-    assert most_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // RowAccumulator.bytes_for(4608, 1728)
-    assert most_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * RowAccumulator.bytes_for(9216, 9216))
+    assert max_buffered_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill what is multiplied at once
+    assert max_buffered_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // RowAccumulator.bytes_for(
+        4608, 1728
+    )
+    assert max_buffered_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * RowAccumulator.bytes_for(9216, 9216))
 
 
 def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["large"], folders["large"], documents[:2], gate=QualityGate(max_ppl_ratio=9, min_top1=0.1))
+    mapper = fit_with(
+        folders["large"], folders["large"], documents[:2], gate=QualityGate(max_ppl_ratio=9, min_top1=0.1)
+    )
     assert mapper.manifest.gate == QualityGate(max_ppl_ratio=9, min_top1=0.1)
 
 
@@ -193,8 +198,8 @@ def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], doc
         ({"method": "rige"}, UnknownMethod, "known: hidden, identity"),
         ({"layers": 0}, MapperError, "layers is 0"),
         ({"head": -1}, MapperError, "head is -1"),
-        ({"method": "procrustes", "joint": True}, MapperError, "values from values; it can't be joint"),
-        ({"precision": "int8"}, MapperError, "unknown precision 'int8'; allowed: float16, float32, mixed"),
+        ({"method": "procrustes", "joint": True}, MapperError, "method procrustes does not support joint"),
+        ({"precision": "int8"}, MapperError, "precision is 'int8'; allowed: float16, float32, mixed"),
         ({"tokens": 100}, CalibrationTooSmall, "100 tokens for 64 features; at least 256"),
     ],
 )
@@ -202,7 +207,7 @@ def test_settings_that_can_not_work_are_refused(
     folders: dict[str, Path], documents: list[list[int]], settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        fit(folders["twin"], folders["large"], documents, **settings)
+        fit_with(folders["twin"], folders["large"], documents, **settings)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +218,11 @@ def test_too_few_documents_are_refused(
     folders: dict[str, Path], documents: list[list[int]], used: int, message: str
 ) -> None:
     with pytest.raises(CalibrationTooSmall, match=message):
-        fit(folders["twin"], folders["large"], documents[:used], tokens_per_feature=8.0)
+        fit_with(folders["twin"], folders["large"], documents[:used], tokens_per_feature=8.0)
 
 
 def test_short_documents_are_passed_over(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["twin"], folders["large"], [[1, 2, 3], *documents], method="identity")
+    mapper = fit_with(folders["twin"], folders["large"], [[1, 2, 3], *documents], method="identity")
     assert mapper.manifest.calibration.num_documents == len(documents)
 
 
@@ -226,13 +231,13 @@ def test_models_that_read_different_tokens_are_refused(tmp_path: Path) -> None:
     for name, words in (("a", ["x", "y"]), ("b", ["y", "x"])):
         add_tokenizer(saved(model, tmp_path / name), words)
     with pytest.raises(TokenizerMismatch, match="different tokenizers"):
-        fit(tmp_path / "a", tmp_path / "b", random_documents(2, 40))
+        fit_with(tmp_path / "a", tmp_path / "b", random_documents(2, 40))
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedModel, match="no model at"):
-        fit(tmp_path / "empty", folders["large"], random_documents(2, 40))
+        fit_with(tmp_path / "empty", folders["large"], random_documents(2, 40))
 
 
 def test_weights_that_do_not_fit_the_precision_are_refused(
@@ -243,4 +248,4 @@ def test_weights_that_do_not_fit_the_precision_are_refused(
         layer.self_attn.v_proj.weight.mul_(1e-6)
         layer.self_attn.o_proj.weight.mul_(1e6)
     with pytest.raises(MapperError, match="is too large for torch.float16; allowed: float32"):
-        fit(saved(faint, tmp_path / "faint"), folders["large"], documents)
+        fit_with(saved(faint, tmp_path / "faint"), folders["large"], documents)

@@ -52,7 +52,7 @@ def test_fewer_tokens_than_asked_for_are_told_and_counted_to(
     tokens = number * SIZE
     assert number > 10 and fit.main(arguments) == 0
     told = capsys.readouterr().err
-    assert f"{tokens} tokens in {number} documents, all that there are of the 100000 asked for\n" in told
+    assert f"{tokens} tokens in {number} documents, fewer than the 100000 requested\n" in told
     assert f"{tokens} of {tokens} tokens" in told and "of 100000" not in told
     assert load_manifest(tmp_path / "b").calibration.num_tokens == tokens
 
@@ -64,7 +64,7 @@ def test_tokens_that_are_too_few_without_what_is_held_out_are_told_before_a_mode
     asked = [*arguments, "--tokens", str(5 * SIZE), "--layers", "3", "--joint"]
     assert fit.main(asked) == 1
     told = capsys.readouterr().err
-    assert f"{4 * (SIZE - 4)} tokens for 96 features; at least 384 are needed beside what is held out" in told
+    assert f"{4 * (SIZE - 4)} tokens for 96 features; at least 384 are needed besides the held-out ones" in told
     assert "Loading weights" not in told
 
 
@@ -74,7 +74,10 @@ def test_a_bundle_that_was_judged_is_replaced_only_if_asked(
     save(twin_mapper, tmp_path / "b")
     update(tmp_path / "b", evaluation=Evaluation(data="x", head=4, tail=64, scored=128, tokens=0, arms=(), lengths=()))
     assert fit.main(arguments) == 1
-    assert "b is a bundle that has been judged; allowed: another place (--out), or --replace" in capsys.readouterr().err
+    assert (
+        "b is a bundle that has been evaluated; allowed: another folder (--out), or --replace"
+        in capsys.readouterr().err
+    )
     assert load_manifest(tmp_path / "b").bundle_id == twin_mapper.bundle_id
     assert fit.main([*arguments, "--replace"]) == 0
     assert load_manifest(tmp_path / "b").evaluation is None
@@ -131,8 +134,8 @@ def test_ctrl_c_is_no_traceback_and_the_same_command_goes_on(
         patch.setattr(sys, "stderr", told := Stopping("choosing source layers"))
         assert fit.main([*arguments, "--checkpoint-minutes", "0"]) == 130
     file = tmp_path / ".b.partial"
-    assert told.getvalue().endswith(f"kvrelay fit: interrupted; the same command goes on from {file}\n")
+    assert told.getvalue().endswith(f"kvrelay fit: interrupted; the same command resumes from {file}\n")
     assert fit.main(arguments) == 0
     again = capsys.readouterr().err
-    assert f"going on from {file}" in again and "tokens, " not in again  # nothing is read again
+    assert f"resuming from {file}" in again and "tokens, " not in again  # nothing is read again
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

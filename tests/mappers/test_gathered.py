@@ -82,5 +82,5 @@ def test_rows_of_few_and_of_many_digits_are_multiplied_as_they_are() -> None:
 
 
 def test_other_shapes_are_refused() -> None:
-    with pytest.raises(GeometryMismatch, match=r"rows \(5, 3\), \(5, 4\); need \(n, 7\), \(n, 4\)"):
+    with pytest.raises(GeometryMismatch, match=r"rows \(5, 3\), \(5, 4\); allowed: \(n, 7\), \(n, 4\)"):
         RowAccumulator(7, 4).update(torch.zeros(5, 3), torch.zeros(5, 4))

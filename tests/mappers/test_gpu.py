@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mappers import KVCache, Mapper, QualityProtocol, evaluate, fit, load, save
+from mappers import KVCache, Mapper, QualityProtocol, load, save
 from mappers.manifest import MEASURED
 from mappers.models import load_model
-from tests.mappers.pairs import largest_difference, random_cache, random_documents
+from tests.mappers.pairs import evaluate_one, fit_with, largest_difference, random_cache, random_documents
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +28,10 @@ def test_a_map_on_the_gpu_is_that_on_the_cpu(sibling_mapper: Mapper, tmp_path: P
 
 
 def test_a_fit_on_the_gpu_is_as_good(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["twin"], folders["large"], documents, device="cuda", ridges=(1e-9,), precision="float32")
+    mapper = fit_with(folders["twin"], folders["large"], documents, device="cuda", ridges=(1e-9,), precision="float32")
     models = load_model(folders["twin"], "cuda"), load_model(folders["large"], "cuda")
     protocol = QualityProtocol(lengths=(40,), num_documents=2, head=4, tail=8, scored=16)
-    found = evaluate(mapper, *models, random_documents(2, 60, seed=3), protocol).arm("hybrid")
+    found = evaluate_one(mapper, *models, random_documents(2, 60, seed=3), protocol).arm("hybrid")
     assert found is not None and found.kl_mean < 0.02
 
 

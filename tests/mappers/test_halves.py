@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from mappers import KVCache, Mapper, fit, load, save
+from mappers import KVCache, Mapper, load, save
 from mappers.manifest import KINDS, MEASURED, Manifest
 from mappers.models import load_model
-from mappers.weights import mixed
-from tests.mappers.pairs import largest_difference, random_cache
+from mappers.weights import halve_where_safe
+from tests.mappers.pairs import fit_with, largest_difference, random_cache
 
 
 @pytest.fixture(scope="module", params=["ridge", "lowrank"])
 def whole(request: pytest.FixtureRequest, folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
     options: dict[str, Any] = {"rank": 4} if request.param == "lowrank" else {}
-    return fit(
+    return fit_with(
         folders["other"], folders["large"], documents, method=request.param, layers=2, precision="float32", **options
     )
 
@@ -51,7 +51,7 @@ def test_outputs_that_bear_it_are_halved_and_others_are_not(
     }
     blurred["layers.1.keys.weight"] = twin_mapper.weights["layers.1.keys.weight"]
     models = load_model(folders["twin"]), load_model(folders["large"])
-    weights = mixed(in_precision(twin_mapper, precision), blurred, models, documents[:2])
+    weights = halve_where_safe(in_precision(twin_mapper, precision), blurred, models, documents[:2])
     for layer in range(len(twin_mapper.manifest.layers)):
         for kind in KINDS:
             expected = torch.float32 if (layer, kind) == (1, "keys") else half
@@ -63,7 +63,7 @@ def test_outputs_that_bear_it_are_halved_and_others_are_not(
 def test_all_parts_of_an_output_are_halved(
     whole: Mapper, models: tuple[Any, Any], documents: list[list[int]], precision: str, half: torch.dtype
 ) -> None:
-    weights = mixed(in_precision(whole, precision), whole.weights, models, documents[:2])
+    weights = halve_where_safe(in_precision(whole, precision), whole.weights, models, documents[:2])
     assert {tensor.dtype for name, tensor in weights.items() if name.endswith((".weight", ".up"))} == {half}
 
 
@@ -72,7 +72,7 @@ def test_what_a_half_can_not_hold_is_left_whole(
 ) -> None:
     spoilt = dict(whole.weights)
     spoilt["layers.1.keys.weight"] = spoilt["layers.1.keys.weight"] * 1e7
-    weights = mixed(in_precision(whole, "mixed"), spoilt, models, documents[:2])
+    weights = halve_where_safe(in_precision(whole, "mixed"), spoilt, models, documents[:2])
     assert weights["layers.1.keys.weight"].dtype == torch.float32 != weights["layers.1.values.weight"].dtype
 
 
@@ -82,7 +82,7 @@ def test_a_map_that_misses_nothing_is_left_whole(
 ) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     for sample in (documents[:2], []):
-        weights = mixed(in_precision(twin_mapper, precision), twin_mapper.weights, models, sample)
+        weights = halve_where_safe(in_precision(twin_mapper, precision), twin_mapper.weights, models, sample)
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
@@ -106,7 +106,7 @@ def test_halves_are_summed_in_float32(whole: Mapper, precision: str, half: torch
 def test_a_bundle_with_halves_is_fitted_saved_and_loaded(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path, precision: Any, half: torch.dtype
 ) -> None:
-    mapper = fit(folders["other"], folders["large"], documents, layers=2, precision=precision)
+    mapper = fit_with(folders["other"], folders["large"], documents, layers=2, precision=precision)
     assert {t.dtype for name, t in mapper.weights.items() if name.endswith(".weight")} == {half}
     save(mapper, tmp_path / "bundle")
     loaded = load(tmp_path / "bundle")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from mappers import UnsupportedModel, fit
-from mappers.methods.hidden import Projection, check_projections, listened, projections
-from mappers.models import load_model, read
+from mappers import UnsupportedModel
+from mappers.methods.hidden import Projection, check_projections, projections, record_hidden_states
+from mappers.models import load_model, prefill
 from mappers.rope import Rope
-from tests.mappers.pairs import HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, saved
+from tests.mappers.pairs import HEAD_DIM, HEADS, KV_HEADS, VOCABULARY, fit_with, saved
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
@@ -39,14 +39,14 @@ def small(kind: str, folder: Path) -> Path:
 def test_keys_and_values_are_the_projections_of_what_is_listened_to(tmp_path: Path) -> None:
     """Also of a model with biases, read in two pieces."""
     model = load_model(small("qwen2", tmp_path / "qwen2"))
-    with listened(model) as states:
-        cache = read(model, list(range(20, 40)), read(model, list(range(20))))
+    with record_hidden_states(model) as states:
+        cache = prefill(model, list(range(20, 40)), prefill(model, list(range(20))))
     assert {layer: tuple(hidden.shape) for layer, hidden in states.items()} == {0: (40, 32), 1: (40, 32)}
-    check_projections(projections(model), states, Rope.of(model).stripped(cache))
+    check_projections(projections(model), states, Rope.of(model).strip_cache(cache))
     wrong = [{kind: Projection(p.weight, p.bias + 1) for kind, p in layer.items()} for layer in projections(model)]
     with pytest.raises(UnsupportedModel, match="the keys of layer 0 are not the projection of its hidden states"):
-        check_projections(wrong, states, Rope.of(model).stripped(cache))
-    read(model, [1, 2, 3])
+        check_projections(wrong, states, Rope.of(model).strip_cache(cache))
+    prefill(model, [1, 2, 3])
     assert len(states[0]) == 40
 
 
@@ -55,8 +55,8 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
 ) -> None:
     target = small("qwen2", tmp_path / "qwen2")
     given: dict[str, Any] = {"layers": 3, "copies": False, "precision": "float32", "ridges": (1e-3,)}
-    hidden = fit(folders["other"], target, documents, method="hidden", **given)
-    ridge = fit(folders["other"], target, documents, method="ridge", joint=True, **given)
+    hidden = fit_with(folders["other"], target, documents, method="hidden", **given)
+    ridge = fit_with(folders["other"], target, documents, method="ridge", joint=True, **given)
     same = 0
     for layer, (ours, theirs) in enumerate(zip(hidden.manifest.layers, ridge.manifest.layers, strict=True)):
         assert ours.keys.key_layers == ours.keys.value_layers == ours.values.key_layers and ours.keys.method == "hidden"
@@ -71,17 +71,17 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
 
 
 def test_layers_that_are_shared_are_copied_here_too(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    mapper = fit(folders["sibling"], folders["large"], documents, method="hidden", layers=2)
+    mapper = fit_with(folders["sibling"], folders["large"], documents, method="hidden", layers=2)
     assert mapper.manifest.copied_layers == (0, 1)
     assert [spec.values.method for spec in mapper.manifest.layers] == ["copy", "copy", "hidden", "hidden"]
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("qwen3", "Qwen3ForCausalLM norms its keys after projecting them"), ("phi3", "no projection of its own for keys")],
+    [("qwen3", "Qwen3ForCausalLM norms its keys after the projection"), ("phi3", "no separate projection for keys")],
 )
 def test_targets_whose_keys_are_no_projection_are_refused(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path, kind: str, message: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        fit(folders["other"], small(kind, tmp_path / kind), documents, method="hidden")
+        fit_with(folders["other"], small(kind, tmp_path / kind), documents, method="hidden")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mappers import GeometryMismatch, KVCache, Mapper, fit
-from mappers.apply import MADE_BYTES
+from mappers import GeometryMismatch, KVCache, Mapper
+from mappers.apply import SLOTS_BYTES
 from mappers.cache import KVGeometry
 from mappers.manifest import KINDS, Kind, LayerSpec, OutputSpec
-from tests.mappers.pairs import HEAD_DIM, KV_HEADS, largest_difference, random_cache
+from tests.mappers.pairs import HEAD_DIM, KV_HEADS, fit_with, largest_difference, random_cache
 
 
 @pytest.fixture(scope="module", params=["twin", "sibling", "joint", "float16", "lowrank", "ridge-head"])
@@ -28,13 +28,13 @@ def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: 
     if request.param in ("lowrank", "ridge-head"):
         given |= {"method": request.param} | ({"rank": 5} if request.param == "lowrank" else {})
     joint = request.param in ("joint", "ridge-head")
-    return fit(folders["other"], folders["large"], documents, joint=joint, precision=precision, **given)
+    return fit_with(folders["other"], folders["large"], documents, joint=joint, precision=precision, **given)
 
 
 def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
     """The map as the manifest defines it, one token at a time."""
     out: dict[str, list[Tensor]] = {"keys": [], "values": []}
-    plain = list(mapper.source_rope.stripped(cache).keys)
+    plain = list(mapper.source_rope.strip_cache(cache).keys)
     for layer, spec in enumerate(mapper.manifest.layers):
         for kind in KINDS:
             states = one_output(mapper, spec.of(kind), f"layers.{layer}.{kind}", cache, plain, kind)
@@ -79,7 +79,9 @@ def test_a_map_is_what_its_manifest_says(mapper: Mapper, start: int) -> None:
 
 def test_target_heads_share_a_source_head_or_not(folders: dict[str, Path], documents: list[list[int]]) -> None:
     """In the first block no two, in the second all."""
-    fitted = fit(folders["other"], folders["large"], documents, method="ridge-head", layers=2, joint=True, copies=False)
+    fitted = fit_with(
+        folders["other"], folders["large"], documents, method="ridge-head", layers=2, joint=True, copies=False
+    )
 
     def matched(spec: OutputSpec) -> OutputSpec:
         heads = tuple((target, *[0] * (len(spec.blocks) - 1)) for target in range(KV_HEADS))
@@ -210,7 +212,7 @@ def test_as_many_layers_are_handed_out_together_as_scratch_may_hold(sibling_mapp
     mapped = sibling_mapper.map(cache)
 
     def sink(first: int, states: Tensor) -> None:
-        assert states.nbytes <= MADE_BYTES
+        assert states.nbytes <= SLOTS_BYTES
         for layer, (keys, values) in enumerate(states.transpose(2, 3), first):
             assert torch.equal(keys, mapped.keys[layer]) and torch.equal(values, mapped.values[layer])
             seen.append((first, layer))
@@ -234,7 +236,7 @@ def test_a_structured_map_takes_less_memory_and_fewer_multiplications(
     given: dict[str, Any] = {"layers": 2, "joint": False, "precision": "float32", "copies": False}
     sizes, costs = [], []
     for method in ({"method": "ridge"}, options):
-        mapper = fit(folders["other"], folders["large"], documents, **given, **method)
+        mapper = fit_with(folders["other"], folders["large"], documents, **given, **method)
         spec = mapper.manifest.layers[1].keys
         stored = {name: mapper.weights[name].numel() for name in mapper.weights if name.startswith("layers.1.keys")}
         sizes.append((sum(stored.values()) - stored["layers.1.keys.bias"]) / len(spec.key_layers))

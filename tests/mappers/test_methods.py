@@ -191,7 +191,7 @@ def dependent(dtype: torch.dtype, apart: float = 0.0, count: int = 5000, seed: i
 def test_dependent_features_are_refused_without_a_penalty(dtype: torch.dtype) -> None:
     for seed in range(3):
         moments = dependent(dtype, seed=seed)
-        with pytest.raises(RankDeficient, match="100 features depend on one another"):
+        with pytest.raises(RankDeficient, match="100 features are linearly dependent"):
             Ridge(ridges=(0.0,)).solve(moments, ONE_HEAD)
         solution = Ridge(ridges=(0.0, 1e-4)).solve(moments, ONE_HEAD, moments)
         assert solution.ridge == 1e-4 and solution.r2(moments) > 0.999
@@ -267,7 +267,7 @@ def test_rotation_goes_head_by_head_where_their_numbers_differ() -> None:
     ("layout", "features", "message"),
     [
         (Layout(3, 8, 2, 6), 24, "heads of equal size; the source has 3 x 8, the target 2 x 6"),
-        (HEADS, 48, "one block of 24, not 48"),
+        (HEADS, 48, "procrustes on 48 features; allowed: one block of 24"),
     ],
 )
 def test_what_can_not_be_rotated_is_refused(layout: Layout, features: int, message: str) -> None:
@@ -278,10 +278,10 @@ def test_what_can_not_be_rotated_is_refused(layout: Layout, features: int, messa
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("lowrank", {"rank": 0}, "rank is 0; allowed: 1 and more"),
-        ("lowrank", {"tolerance": -0.1}, "tolerance is -0.1; allowed: 0 and more"),
-        ("ridge", {"ridges": ()}, r"ridges are \(\); allowed: one and more"),
-        ("ridge", {"ridges": (-1.0,)}, "each 0 and more"),
+        ("lowrank", {"rank": 0}, "rank is 0; allowed: 1 or more"),
+        ("lowrank", {"tolerance": -0.1}, "tolerance is -0.1; allowed: 0 or more"),
+        ("ridge", {"ridges": ()}, r"ridges are \(\); allowed: at least one"),
+        ("ridge", {"ridges": (-1.0,)}, "each 0 or more"),
         ("ridge", {"rank": 3}, "ridge has no option 'rank'; allowed: ridges, tokens_per_feature"),
         ("identity", {"rank": 3}, "identity has no option 'rank'; allowed: none"),
     ],
@@ -292,7 +292,7 @@ def test_options_that_make_no_sense_are_refused(name: str, given: dict[str, Any]
 
 
 def test_identity_needs_equal_widths() -> None:
-    with pytest.raises(GeometryMismatch, match="24 features to as many; the target has 20"):
+    with pytest.raises(GeometryMismatch, match="24 features to as many outputs; the target has 20"):
         methods.get("identity").solve(Moments(24, 20), Layout(1, 24, 1, 20))
 
 

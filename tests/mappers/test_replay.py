@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mappers import Mapper, MapperError, replay
-from mappers.models import load_model, log_probs, read, run
+from mappers.models import load_model, log_probs, prefill, run
 from tests.mappers.pairs import largest_difference, random_documents
 
 TOKENS = random_documents(1, 90, seed=5)[0]
@@ -16,8 +16,8 @@ def test_a_replay_is_a_native_head_and_a_map_behind_it(sibling_mapper: Mapper, f
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     cache = replay(sibling_mapper, source, target, TOKENS, 60, head=4)
     assert (cache.start, cache.num_tokens) == (0, 60)
-    assert largest_difference(cache.slice(0, 4), read(target, TOKENS[:4])) == 0
-    mapped = sibling_mapper.map(read(source, TOKENS[:60])).slice(4, 60)
+    assert largest_difference(cache.slice(0, 4), prefill(target, TOKENS[:4])) == 0
+    mapped = sibling_mapper.map(prefill(source, TOKENS[:60])).slice(4, 60)
     assert largest_difference(cache.slice(4, 60), mapped) < 1e-5
 
 
@@ -32,7 +32,7 @@ def test_an_exact_map_replays_the_native_cache(twin_mapper: Mapper, folders: dic
 def test_the_head_may_be_nothing_or_everything(sibling_mapper: Mapper, folders: dict[str, Path], head: int) -> None:
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     cache = replay(sibling_mapper, source, target, TOKENS, 60, head=head)
-    expected = read(target, TOKENS[:60]) if head else sibling_mapper.map(read(source, TOKENS[:60]))
+    expected = prefill(target, TOKENS[:60]) if head else sibling_mapper.map(prefill(source, TOKENS[:60]))
     assert largest_difference(cache, expected) == 0
 
 
@@ -41,24 +41,24 @@ def test_bounds_that_make_no_sense_are_refused(
     sibling_mapper: Mapper, folders: dict[str, Path], num_tokens: int, head: int
 ) -> None:
     model = load_model(folders["large"])
-    with pytest.raises(MapperError, match=f"head {head}, num_tokens {num_tokens}: need"):
+    with pytest.raises(MapperError, match=f"head {head}, num_tokens {num_tokens}; allowed"):
         replay(sibling_mapper, model, model, TOKENS, num_tokens, head)
 
 
 def test_a_gap_in_the_positions_is_seen_by_the_model(folders: dict[str, Path]) -> None:
     """What is read over a head with nothing behind it stands where it stands: its keys say so."""
     model = load_model(folders["large"])
-    head = read(model, TOKENS[:4])
+    head = prefill(model, TOKENS[:4])
     near, far = (run(model, TOKENS[40:50], head, start=start)[0] for start in (4, 40))
     assert torch.equal(near.keys[0][:, :4], far.keys[0][:, :4])
     assert not torch.allclose(near.keys[0][:, 4:], far.keys[0][:, 4:])
-    assert torch.allclose(far.keys[0][:, 4:], read(model, TOKENS[:50]).keys[0][:, 40:], atol=1e-5)
+    assert torch.allclose(far.keys[0][:, 4:], prefill(model, TOKENS[:50]).keys[0][:, 40:], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 90])
 def test_reading_in_pieces_is_reading_at_once(folders: dict[str, Path], chunk: int) -> None:
     model = load_model(folders["large"])
-    cache = read(model, TOKENS[:chunk])
+    cache = prefill(model, TOKENS[:chunk])
     while cache.num_tokens < len(TOKENS):
-        cache = read(model, TOKENS[cache.num_tokens : cache.num_tokens + chunk], cache)
-    assert largest_difference(cache, read(model, TOKENS)) < 2e-3
+        cache = prefill(model, TOKENS[cache.num_tokens : cache.num_tokens + chunk], cache)
+    assert largest_difference(cache, prefill(model, TOKENS)) < 2e-3

@@ -9,7 +9,7 @@ from torch import nn
 
 from mappers.cache import KVCache
 from mappers.errors import PositionOutOfRange, UnsupportedModel
-from mappers.models import read
+from mappers.models import prefill
 from mappers.rope import KNOWN_TYPES, Rope
 from tests.mappers.pairs import llama
 
@@ -83,7 +83,7 @@ def test_stripped_keys_are_what_the_key_projection_gave(name: str) -> None:
     model = llama(3, 1, rope_parameters=SUPPORTED[name].rope_parameters, max_position_embeddings=CONTEXT)
     projected = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *call: projected.append(call[2][0]))
-    cache = read(model, list(range(40)))
+    cache = prefill(model, list(range(40)))
     for rope in (Rope.of(model), Rope.from_config(model.config.to_dict())):
         stripped = rope.strip(cache.keys[0], cache.positions, 0).transpose(0, 1).flatten(1)
         torch.testing.assert_close(stripped, projected[0], atol=1e-5, rtol=0)
@@ -112,12 +112,12 @@ def test_factors_hold_exactly_as_far_as_is_said(name: str, limit: int) -> None:
     model = llama(3, 1, rope_parameters=parameters, max_position_embeddings=64)
     rope = Rope.of(model)
     assert rope.limit == limit
-    plain = rope.stripped(keys_only(model, limit)).keys[0]
+    plain = rope.strip_cache(keys_only(model, limit)).keys[0]
     assert (plain[:, 1:] - plain[:, :1]).abs().max() < 1e-5
     beyond = keys_only(model, limit + 1)
     with pytest.raises(PositionOutOfRange, match=rf"position {limit} of a llama .* allowed: positions below {limit}"):
-        rope.stripped(beyond)
-    plain = rope.stripped(beyond.slice(0, limit)).keys[0]
+        rope.strip_cache(beyond)
+    plain = rope.strip_cache(beyond.slice(0, limit)).keys[0]
     assert (plain[:, 1:] - plain[:, :1]).abs().max() > 1e-2
 
 
@@ -138,7 +138,7 @@ def test_a_layer_that_does_not_turn_as_its_module_says_is_found() -> None:
     model = llama(3, 3)
     layer = model.model.layers[1].self_attn
     layer.register_forward_pre_hook(without_position, with_kwargs=True)
-    with pytest.raises(UnsupportedModel, match="'llama', layer 1: keys do not turn as its RoPE"):
+    with pytest.raises(UnsupportedModel, match="'llama', layer 1: keys are not rotated as its RoPE"):
         Rope.of(model)
 
 
@@ -149,7 +149,7 @@ def without_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
 
 def test_a_cache_of_another_shape_than_the_config_says_is_found() -> None:
     model = transformers.GPTNeoXForCausalLM(config("GPTNeoX", vocab_size=64, num_key_value_heads=2))
-    with pytest.raises(UnsupportedModel, match=r"'gpt_neox': a cache of .*num_kv_heads=4.* its config says .*=2"):
+    with pytest.raises(UnsupportedModel, match=r"'gpt_neox': a cache of .*num_kv_heads=4.* the config says .*=2"):
         Rope.of(model)
 
 

@@ -38,10 +38,10 @@ def test_an_interrupt_tells_what_the_next_run_goes_on_from(tmp_path: Path, capsy
 
     kept = tmp_path / "kept"
     assert run("eval", work) == 130
-    assert capsys.readouterr().err == "kvrelay eval: interrupted; nothing was kept\n"
+    assert capsys.readouterr().err == "kvrelay eval: interrupted; nothing was saved\n"
     kept.touch()
     assert run("eval", work) == 130
-    assert capsys.readouterr().err == f"kvrelay eval: interrupted; the same command goes on from {kept}\n"
+    assert capsys.readouterr().err == f"kvrelay eval: interrupted; the same command resumes from {kept}\n"
 
 
 def _raise(error: BaseException | None) -> None:

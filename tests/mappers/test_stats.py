@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mappers import GeometryMismatch
-from mappers.stats import MOST_SHARED, RESOLUTION, RUNS, STRIP, Moments, taken
+from mappers.stats import MAX_RUNS, MAX_SHARED, RESOLUTION, STRIP, Moments, take_columns
 
 
 def rows(
@@ -103,13 +103,13 @@ def test_a_selection_is_what_fewer_columns_would_have_given() -> None:
     assert_equal(moments_of(x, y, 80).select(features, targets), moments_of(x[:, features], y[:, targets], 80))
 
 
-@pytest.mark.parametrize("columns", [range(3, 9), range(0, 3 * RUNS, 2), [5, 1, 2, 9]])
+@pytest.mark.parametrize("columns", [range(3, 9), range(0, 3 * MAX_RUNS, 2), [5, 1, 2, 9]])
 def test_columns_are_taken_however_they_lie(columns: Sequence[int]) -> None:
-    x, _ = rows(4, 4 * RUNS, 1)
-    assert torch.equal(taken(x, torch.tensor(columns)), x[:, list(columns)])
+    x, _ = rows(4, 4 * MAX_RUNS, 1)
+    assert torch.equal(take_columns(x, torch.tensor(columns)), x[:, list(columns)])
 
 
-@pytest.mark.parametrize(("num_features", "is_kept"), [(3, True), (MOST_SHARED + 1, False)])
+@pytest.mark.parametrize(("num_features", "is_kept"), [(3, True), (MAX_SHARED + 1, False)])
 def test_what_is_made_of_many_features_is_not_kept(num_features: int, is_kept: bool) -> None:
     moments = Moments(num_features, 1)
     assert (moments.of_features("key", object) is moments.of_features("key", object)) is is_kept

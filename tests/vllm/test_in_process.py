@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mappers.models import read
+from mappers.models import prefill
 from tests.vllm.conftest import BLOCK_TOKENS as BLOCK
 from tests.vllm.support import Peer, params, peer_of, replayed
 from tests.workers.engines import tiny
@@ -96,7 +96,7 @@ def test_what_is_published_is_the_models_kv_and_answers_as_what_was_read(
     assert published is not None and published.num_tokens == num_tokens
     sources = Sources()
     kv = sources.reader(published).read(published.blocks, published.generations, 0, num_tokens)
-    expected = read(tiny.reference(folder), ids[:num_tokens])
+    expected = prefill(tiny.reference(folder), ids[:num_tokens])
     for found, wanted in zip(kv.keys + kv.values, expected.keys + expected.values, strict=True):
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
     sources.close()
@@ -111,7 +111,7 @@ def test_another_documents_kv_never_reaches_an_exact_request(
 ) -> None:
     ids, other = random_tokens(num_tokens, seed=1), random_tokens(num_tokens, seed=2)
     question = random_tokens(20, seed=3)
-    wrong = large.ticket(ids, read(tiny.reference(folder), other))
+    wrong = large.ticket(ids, prefill(tiny.reference(folder), other))
     poisoned = ask([*ids, *question], params(wrong))
     native = ask([*ids, *question])
     again = ask([*ids, *question], params(wrong))
@@ -130,7 +130,7 @@ def test_native_head_and_mapped_rest_answer_as_the_replay(
     handed = len(ids) - tail
     model, source_model = tiny.reference(folder), tiny.reference(small_folder).to(getattr(torch, dtype))
     small = peer_of(small_folder, 2, block_tokens=20, dtype=dtype)
-    source = small.ticket(ids[:handed], read(source_model, ids[:handed]))
+    source = small.ticket(ids[:handed], prefill(source_model, ids[:handed]))
     own = ask(ids[:head], params(publish=True), num=1).report.ticket
     answer = ask(ids, params(own, source))
     small.pool.close()
@@ -143,9 +143,9 @@ def test_a_source_that_cannot_be_read_is_computed_and_nothing_loops(
     ask: Any, large: Peer, small: Peer, small_folder: Path, folder: Path, lost: str
 ) -> None:
     ids = random_tokens(200, seed=11)
-    reference = read(tiny.reference(folder), ids[:96])
+    reference = prefill(tiny.reference(folder), ids[:96])
     first = large.ticket(ids[:96], reference)
-    gone = small.ticket(ids[:180], read(tiny.reference(small_folder), ids[:180]))
+    gone = small.ticket(ids[:180], prefill(tiny.reference(small_folder), ids[:180]))
     small.pool.close()
     given = params(gone) if lost == "all" else params(first, gone)
     answer = ask(ids, given)
@@ -167,7 +167,7 @@ def test_bad_parameters_kill_no_engine(ask: Any, bad: Any) -> None:
 
 def test_all_of_a_prompt_at_hand_leaves_one_token_to_compute(ask: Any, large: Peer, folder: Path) -> None:
     ids = random_tokens(4 * BLOCK, seed=17)
-    answer = ask(ids, params(large.ticket(ids, read(tiny.reference(folder), ids))))
+    answer = ask(ids, params(large.ticket(ids, prefill(tiny.reference(folder), ids))))
     assert answer.report.loaded_tokens == len(ids) - 1
     assert_answers_alike(answer, ask(ids, salt=fresh()))
 
@@ -177,7 +177,7 @@ def test_requests_with_different_caches_run_together(llm: Any, large: Peer, fold
 
     prompts = [random_tokens(140 + 9 * i, seed=20 + i) for i in range(4)]
     model = tiny.reference(folder)
-    tickets = [large.ticket(ids[:-20], read(model, ids[:-20])) for ids in prompts]
+    tickets = [large.ticket(ids[:-20], prefill(model, ids[:-20])) for ids in prompts]
     samplings = [
         SamplingParams(
             temperature=0,

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mappers.models import read
+from mappers.models import prefill
 from tests.vllm.conftest import BLOCK_TOKENS
 from tests.vllm.support import params, peer_of, replayed
 from tests.workers.engines import tiny
@@ -114,7 +114,7 @@ def test_a_small_models_cache_is_mapped_behind_a_native_head(
     ids, handed, head = random_tokens(150, seed=7), 120, 4
     source, target = tiny.reference(small_folder), tiny.reference(folder)
     small = peer_of(small_folder, 2, block_tokens=20)
-    ticket = small.ticket(ids[:handed], read(source, ids[:handed]))
+    ticket = small.ticket(ids[:handed], prefill(source, ids[:handed]))
     _, own = complete(server, ids[:head], params(publish=True), num=1)
     assert own.ticket is not None
     text, report = complete(server, ids, params(own.ticket, ticket))

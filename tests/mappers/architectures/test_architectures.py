@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mappers import KVCache, MapperError, PositionOutOfRange, QualityProtocol, fit
+from mappers import KVCache, MapperError, PositionOutOfRange, QualityProtocol
 from mappers.manifest import Kind
 from mappers.model_config import context_of, geometry_of
-from mappers.models import log_probs, read, run
+from mappers.models import log_probs, prefill, run
 from mappers.rope import Rope
 from tests.mappers.architectures.zoo import (
     ARCHITECTURES,
@@ -25,7 +25,7 @@ from tests.mappers.architectures.zoo import (
     model_of,
     zeroed,
 )
-from tests.mappers.pairs import largest_difference, random_documents
+from tests.mappers.pairs import fit_with, largest_difference, random_documents
 
 TOLERANCE = 1e-4  # float32
 PREFIX, ALL = 100, 120
@@ -49,7 +49,7 @@ def on(model: Any, cache: KVCache) -> Tensor:
 @every_architecture
 def test_a_cache_is_what_the_model_keeps(name: str) -> None:
     model = model_of(name)
-    cache = read(model, TOKENS)
+    cache = prefill(model, TOKENS)
     assert cache.geometry == geometry_of(model.config) == geometry_of(model.config.to_dict())
     own = model(input_ids=torch.tensor([TOKENS]), use_cache=True).past_key_values
     kept = [len(layer.keys[0, 0]) for layer in own.layers]
@@ -62,14 +62,14 @@ def test_a_cache_is_what_the_model_keeps(name: str) -> None:
 @every_architecture
 def test_the_cache_put_back_gives_the_models_own_predictions(name: str) -> None:
     model = model_of(name)
-    assert (on(model, read(model, TOKENS[:PREFIX])) - native(model)).abs().max() <= TOLERANCE
+    assert (on(model, prefill(model, TOKENS[:PREFIX])) - native(model)).abs().max() <= TOLERANCE
 
 
 @every_architecture
 def test_an_identity_that_strips_and_turns_changes_nothing(name: str) -> None:
     model = model_of(name)
     width = geometry_of(model.config).width
-    mapped = linear_mapper(model, model, lambda kind, layer: torch.eye(width)).map(read(model, TOKENS[:PREFIX]))
+    mapped = linear_mapper(model, model, lambda kind, layer: torch.eye(width)).map(prefill(model, TOKENS[:PREFIX]))
     assert (on(model, mapped) - native(model)).abs().max() <= TOLERANCE
 
 
@@ -77,7 +77,7 @@ def test_an_identity_that_strips_and_turns_changes_nothing(name: str) -> None:
 def test_an_oracle_is_exact(name: str) -> None:
     """From a cache of another shape under another RoPE that holds the same, mixed by matrices that are known."""
     target, source = model_of(name), model_of("llama", num_key_value_heads=4, head_dim=20)
-    cache = read(target, TOKENS[:PREFIX])
+    cache = prefill(target, TOKENS[:PREFIX])
     disguised, unmixing = disguise(cache, Rope.of(target), Rope.of(source), geometry_of(source.config))
     mapper = linear_mapper(source, target, unmixing)
     assert (on(target, mapper.map(disguised)) - native(target)).abs().max() <= TOLERANCE
@@ -85,7 +85,7 @@ def test_an_oracle_is_exact(name: str) -> None:
 
 def moved(rope: Rope, cache: KVCache, start: int) -> KVCache:
     """As if its tokens stood from position `start` on."""
-    plain = KVCache(rope.stripped(cache).keys, cache.values, start)
+    plain = KVCache(rope.strip_cache(cache).keys, cache.values, start)
     keys = tuple(rope.apply(key, plain.positions, layer) for layer, key in enumerate(plain.keys))
     return KVCache(keys, plain.values, start)
 
@@ -94,15 +94,15 @@ def moved(rope: Rope, cache: KVCache, start: int) -> KVCache:
 def test_a_cache_moved_is_a_prefill_there(name: str) -> None:
     model = model_of(name)
     there, _ = run(model, TOKENS[:50], start=70)
-    assert largest_difference(moved(Rope.of(model), read(model, TOKENS[:50]), 70), there) <= TOLERANCE
+    assert largest_difference(moved(Rope.of(model), prefill(model, TOKENS[:50]), 70), there) <= TOLERANCE
     rebuilt = Rope.from_config(model.config.to_dict())
-    assert largest_difference(moved(rebuilt, there, 0), read(model, TOKENS[:50])) <= TOLERANCE
+    assert largest_difference(moved(rebuilt, there, 0), prefill(model, TOKENS[:50])) <= TOLERANCE
 
 
 @every_architecture
 def test_without_the_cache_predictions_change(name: str) -> None:
     model = model_of(name)
-    cache = read(model, TOKENS[:PREFIX])
+    cache = prefill(model, TOKENS[:PREFIX])
     assert (on(model, zeroed(cache)) - native(model)).abs().max() > 0.1
 
 
@@ -110,7 +110,7 @@ def test_without_the_cache_predictions_change(name: str) -> None:
 def test_a_window_hides_what_is_behind_it(name: str) -> None:
     """A full cache is read as the model means it: in layers that slide, nothing before the window matters."""
     model = model_of(name)
-    cache = read(model, TOKENS[:PREFIX])
+    cache = prefill(model, TOKENS[:PREFIX])
     hidden = PREFIX - WINDOW + 1  # positions that no window of a token behind the prefix reaches
     sliding = {i for i, kind in enumerate(getattr(model.config, "layer_types", None) or [""] * 3) if kind[:4] != "full"}
 
@@ -127,7 +127,7 @@ def test_a_window_hides_what_is_behind_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_rounded_cache_maps_as_well_as_it_is_rounded(name: str, dtype: torch.dtype) -> None:
     model = model_of(name)
-    cache = read(model, TOKENS[:PREFIX])
+    cache = prefill(model, TOKENS[:PREFIX])
     rounded = KVCache(tuple(k.to(dtype) for k in cache.keys), tuple(v.to(dtype) for v in cache.values))
     identity = linear_mapper(model, model, lambda kind, layer: torch.eye(geometry_of(model.config).width))
     largest = max(float(states.abs().max()) for states in cache.keys + cache.values)
@@ -142,10 +142,10 @@ def test_beyond_a_change_of_factors_nothing_is_read() -> None:
     model = model_of("phi3")
     limit = CONTEXT // 2
     assert context_of(model.config) == limit
-    assert read(model, [1] * limit).num_tokens == limit
+    assert prefill(model, [1] * limit).num_tokens == limit
     with pytest.raises(PositionOutOfRange, match=f"position {limit}: the RoPE of this phi3 changes"):
-        read(model, [1], read(model, [1] * limit))
-    with pytest.raises(MapperError, match=f"{limit + 20} tokens are more than the {limit} that phi3 can read"):
+        prefill(model, [1], prefill(model, [1] * limit))
+    with pytest.raises(MapperError, match=f"{limit + 20} tokens exceed the context of {limit} of phi3"):
         QualityProtocol(lengths=(limit + 4,), scored=16, tail=8).check_context(model)
 
 
@@ -161,8 +161,8 @@ def test_any_two_of_them_are_fitted_and_mapped(pair: str, tmp_path: Path) -> Non
     for model, folder in zip(models, ("source", "target"), strict=True):
         model.save_pretrained(tmp_path / folder)
     documents = random_documents(12, CONTEXT // 2 + 20, seed=1)  # of which phi3 reads what it turns alike
-    mapper = fit(tmp_path / "source", tmp_path / "target", documents, layers=1, precision="float32", data="noise")
-    cache = read(models[0], TOKENS[:PREFIX])
+    mapper = fit_with(tmp_path / "source", tmp_path / "target", documents, layers=1, precision="float32", data="noise")
+    cache = prefill(models[0], TOKENS[:PREFIX])
     mapped = mapper.map(cache)
     assert mapped.geometry == geometry_of(models[1].config)
     distance = (native(models[1]) - on(models[1], mapped)).abs()
@@ -176,7 +176,7 @@ def test_a_planted_map_is_recovered(name: str, tmp_path: Path) -> None:
     twin = with_other_values(name)
     for model, folder in ((twin, "source"), (target, "target")):
         model.save_pretrained(tmp_path / folder)
-    mapper = fit(
+    mapper = fit_with(
         tmp_path / "source",
         tmp_path / "target",
         random_documents(24, 60, seed=2),
@@ -187,9 +187,9 @@ def test_a_planted_map_is_recovered(name: str, tmp_path: Path) -> None:
         ridges=(1e-9,),
     )
     assert [spec.values.value_layers for spec in mapper.manifest.layers] == [(0,), (1,), (2,)]
-    mapped = mapper.map(read(twin, TOKENS[:PREFIX]))
+    mapped = mapper.map(prefill(twin, TOKENS[:PREFIX]))
     assert (on(target, mapped) - native(target)).abs().max() < 1e-2
-    assert (on(target, read(twin, TOKENS[:PREFIX])) - native(target)).abs().max() > 0.1
+    assert (on(target, prefill(twin, TOKENS[:PREFIX])) - native(target)).abs().max() > 0.1
 
 
 def with_other_values(name: str) -> Any:

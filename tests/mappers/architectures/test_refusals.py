@@ -25,13 +25,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "linear attention in part": ("Qwen3Next", {}, "'qwen3_next': layers of type linear_attention"),
     "convolution in part": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 16}, "layers of type conv"),
     "chunks": ("Llama4Text", {}, "layers of type chunked_attention"),
-    "shared keys and values": ("Gemma3nText", {}, "15 layers that take keys and values of others"),
+    "shared keys and values": ("Gemma3nText", {}, "15 layers share keys and values of others"),
     "heads that differ by layer": ("Gemma4Text", {}, "layers of 4 heads of 256 and 4 heads of 512"),
-    "keys wider than values": ("MiMoV2Flash", {}, "keys of 192 and values of 128 a head"),
+    "keys wider than values": ("MiMoV2Flash", {}, "keys of 192 and values of 128 per head"),
     "encoder and decoder": ("T5", {}, "'t5': an encoder and a decoder"),
     "speech": ("Whisper", {}, "an encoder and a decoder"),
     "pictures": ("Gemma3", {}, r"more than text; allowed: the text model alone \(gemma3_text\)"),
-    "ALiBi by choice": ("Falcon", {"alibi": True}, "position as ALiBi"),
+    "ALiBi by choice": ("Falcon", {"alibi": True}, "ALiBi positions"),
     "ALiBi": ("Bloom", {}, "no max_position_embeddings"),
     "learnt positions": ("GPT2", {}, "no module named rotary_emb"),
     "quantised cache": ("Llama", {"quantization_config": QUANTISED}, r"a quantised KV cache \(kv_cache_scheme\)"),
@@ -60,8 +60,8 @@ def test_its_neighbours_are_not(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_heads": 0, "head_dim": None}, "no config of model_type 'llama'"),
-        ({"num_attention_heads": "many"}, "no config of model_type 'llama': .*num_attention_heads"),
+        ({"num_attention_heads": 0, "head_dim": None}, "invalid config of model_type 'llama'"),
+        ({"num_attention_heads": "many"}, "invalid config of model_type 'llama': .*num_attention_heads"),
         ({"rope_parameters": {"rope_type": "new", "rope_theta": 1.0}}, "no model of model_type 'llama': 'new'"),
     ],
 )

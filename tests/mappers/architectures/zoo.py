@@ -137,7 +137,7 @@ def disguise(cache: KVCache, rope: Rope, other: Rope, shape: KVGeometry, seed: i
         for kind in KINDS
         for layer in range(shape.num_layers)
     }
-    plain = rope.stripped(cache)
+    plain = rope.strip_cache(cache)
 
     def mixed(kind: Kind, layer: int) -> Tensor:
         rows: Tensor = plain.of(kind)[layer].transpose(0, 1).flatten(1) @ mixing[kind, layer]  # (T, other width)

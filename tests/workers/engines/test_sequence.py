@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from mappers.cache import KVCache, KVGeometry
-from mappers.models import read
+from mappers.models import prefill
 from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
 from workers.engines.base import Engine, PoolPlace, Sampling, TokenSequence
@@ -57,7 +57,7 @@ async def test_reading_in_chunks_equals_reading_at_once(
     async with engine.sequence(CLAIM, num_tokens) as sequence:
         await sequence.read(ids)
         assert sequence.token_ids == ids
-        assert difference(sequence.kv(0, num_tokens), read(reference, ids)) < TOLERANCE
+        assert difference(sequence.kv(0, num_tokens), prefill(reference, ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
@@ -85,7 +85,7 @@ async def test_log_probabilities_are_those_of_the_model(engine: Engine, referenc
 
 async def test_loaded_kv_stands_for_tokens_that_were_read(engine: Engine, reference: LlamaForCausalLM) -> None:
     prompt, cut = random_tokens(90), 61
-    known = read(reference, prompt[:cut])
+    known = prefill(reference, prompt[:cut])
 
     def source(views: KVCache) -> None:
         for view, tensor in zip(views.keys + views.values, known.keys + known.values, strict=True):
@@ -94,7 +94,7 @@ async def test_loaded_kv_stands_for_tokens_that_were_read(engine: Engine, refere
     async with engine.sequence(CLAIM, 100) as sequence:
         await sequence.load(prompt[:cut], Copied(source))
         await sequence.read(prompt[cut:])
-        assert difference(sequence.kv(0, 90), read(reference, prompt)) < TOLERANCE
+        assert difference(sequence.kv(0, 90), prefill(reference, prompt)) < TOLERANCE
         assert await written(sequence, 8) == greedy(reference, prompt, 8)
         with pytest.raises(ValueError, match="must be empty"):
             await sequence.load(prompt, Copied(source))
@@ -110,7 +110,7 @@ async def test_what_is_loaded_is_attended_over(engine: Engine, reference: LlamaF
     async with engine.sequence(CLAIM, 40) as sequence:
         await sequence.load(prompt[:30], Copied(zeros))
         await sequence.read(prompt[30:])
-        assert difference(sequence.kv(30, 40), read(reference, prompt).slice(30, 40)) > 0.01
+        assert difference(sequence.kv(30, 40), prefill(reference, prompt).slice(30, 40)) > 0.01
 
 
 async def test_memory_grows_beyond_its_capacity(engine: Engine, reference: LlamaForCausalLM) -> None:
@@ -161,7 +161,7 @@ async def test_truncated_tokens_are_forgotten(engine: Engine, reference: LlamaFo
         await sequence.read(prompt)
         sequence.truncate(30)
         await sequence.read(other)
-        assert difference(sequence.kv(0, 50), read(reference, prompt[:30] + other)) < TOLERANCE
+        assert difference(sequence.kv(0, 50), prefill(reference, prompt[:30] + other)) < TOLERANCE
 
 
 async def test_predictions_are_the_models_own(engine: Engine, reference: LlamaForCausalLM) -> None:

@@ -130,7 +130,7 @@ def bundle(
     """A bundle between two tiny models that passes keys and values through, with the evaluation that is wanted."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(3, 380, (4, 64), generator=generator).tolist()
-    mappers.save(mappers.fit(source, target, texts, method="identity"), folder)
+    mappers.save(mappers.fit(source, target, texts, mappers.FitSettings(method="identity")), folder)
     score = ArmScore(arm="hybrid", ppl_ratio=ppl_ratio, ppl_low=1, ppl_high=2, top1=top1, kl_mean=0, kl_p95=0)
     at = tuple(LengthScores(length=length, num_documents=documents, arms=(score,)) for length in (384, 1024, 2048))
     evaluation = Evaluation(data="none", head=4, tail=64, scored=128, tokens=1, arms=(score,), lengths=at)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from mappers.models import read
+from mappers.models import prefill
 from tests.workers.engines import tiny
 from tests.workers.server.support import OTHER_SALT, SALT
 from workers.engines import load_engine
@@ -26,7 +26,7 @@ async def heads(folder: Path) -> AsyncIterator[Heads]:
 
 
 async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: Heads, reference: LlamaForCausalLM) -> None:
-    head, native = await heads.read(IDS, SALT), read(reference, IDS)
+    head, native = await heads.read(IDS, SALT), prefill(reference, IDS)
     for ours, theirs in zip(head.keys + head.values, native.keys + native.values, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
     assert await heads.read(IDS, SALT) is head
