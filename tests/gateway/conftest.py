@@ -1,3 +1,5 @@
+"""The stack that most gateway tests use."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -127,7 +127,7 @@ async def test_a_middle_tier_has_the_whole_deadline_if_the_tier_above_is_down() 
 @pytest.mark.parametrize("skip", ["small", "large", "huge"])
 def test_only_a_middle_tier_can_be_skipped(skip: str) -> None:
     workers = values()["workers"] | {"mid-0": {"tier": "mid", "url": "http://mid-0"}}
-    with pytest.raises(SettingsError, match=f"policy.skip: '{skip}' is no tier between .* known: mid"):
+    with pytest.raises(SettingsError, match=f"policy.skip: '{skip}' is not a tier between .* known: mid"):
         from_values(values(tiers=TIERS, workers=workers, policy=POLICY | {"skip": [skip]}))
 
 

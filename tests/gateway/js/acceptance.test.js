@@ -1,4 +1,4 @@
-// The official OpenAI client for JavaScript against a running gateway; `test_openai_js.py` starts it.
+// The official OpenAI client for JavaScript against a running gateway, which `test_openai_js.py` starts.
 
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
@@ -33,7 +33,7 @@ test('a completion', async () => {
   assert.equal(reply.kvrelay.tier, 'small');
 });
 
-test('headers, and the field of our own', async () => {
+test('headers and the kvrelay field', async () => {
   const { data, response } = await openai.chat.completions
     .create({ ...chat, kvrelay: { policy: 'always_escalate' } })
     .withResponse();
@@ -51,16 +51,16 @@ test('a stream', async () => {
   assert.ok(chunks.at(-1).usage.completion_tokens > 0);
 });
 
-test('the helper over a stream', async () => {
+test('the stream helper', async () => {
   const whole = await openai.chat.completions.stream(chat).finalChatCompletion();
   assert.equal(whole.choices[0].message.content, answers.small);
 });
 
 test('a text completion, whole and as a stream', async () => {
-  const asked = { model: 'small', prompt: 'Once upon a time' };
-  const whole = await openai.completions.create(asked);
+  const request = { model: 'small', prompt: 'Once upon a time' };
+  const whole = await openai.completions.create(request);
   assert.equal(whole.object, 'text_completion');
-  const chunks = await collect(await openai.completions.create({ ...asked, stream: true }));
+  const chunks = await collect(await openai.completions.create({ ...request, stream: true }));
   assert.equal(chunks.map((chunk) => chunk.choices[0]?.text ?? '').join(''), whole.choices[0].text);
 });
 
@@ -92,18 +92,18 @@ test('keys', async () => {
   assert.ok(Number(error.headers.get('retry-after')) >= 1);
 });
 
-test('a worker that fails', async () => {
-  const asked = { model: 'large', prompt: 'Once' };
-  const error = await raised(openai.completions.create(asked), OpenAI.InternalServerError, 503, 'overloaded');
+test('an overloaded worker', async () => {
+  const request = { model: 'large', prompt: 'Once' };
+  const error = await raised(openai.completions.create(request), OpenAI.InternalServerError, 503, 'overloaded');
   assert.equal(error.headers.get('retry-after'), '3');
 });
 
-test('a stream that breaks off raises', async () => {
+test('a broken stream raises', async () => {
   const stream = await openai.chat.completions.create({ ...chat, model: 'broken', stream: true });
   await assert.rejects(collect(stream), OpenAI.APIError);
 });
 
-test('an abort in mid-stream stops the worker', async () => {
+test('an abort during a stream stops the worker', async () => {
   const stream = await openai.chat.completions.create({ ...chat, model: 'slow', stream: true });
   let count = 0;
   for await (const chunk of stream) {
@@ -115,7 +115,7 @@ test('an abort in mid-stream stops the worker', async () => {
 
 test('an abort before the answer', async () => {
   const abort = new AbortController();
-  const asked = openai.chat.completions.create({ ...chat, model: 'slow' }, { signal: abort.signal });
+  const answer = openai.chat.completions.create({ ...chat, model: 'slow' }, { signal: abort.signal });
   setTimeout(() => abort.abort(), 100);
-  await assert.rejects(asked, OpenAI.APIUserAbortError);
+  await assert.rejects(answer, OpenAI.APIUserAbortError);
 });
