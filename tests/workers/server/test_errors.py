@@ -155,6 +155,11 @@ async def test_oversized_body_is_a_413(folder: Path) -> None:
         assert unannounced.status_code == 413
 
 
+async def test_oversized_head_is_a_431(served: Served) -> None:
+    reply = await served.http.get("/v1/info", headers={"x-padding": "x" * 70_000})
+    assert reply.status_code == 431 and error_of(reply)["code"] == "headers_too_large"
+
+
 async def test_slow_body_is_a_408(folder: Path) -> None:
     async def trickle() -> Any:
         while True:

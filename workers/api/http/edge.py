@@ -83,8 +83,8 @@ class EdgeMiddleware:
     `scope["state"]` holds `request_id`, `arrived_at` and `status`: 499 until a reply begins, and what the application
     sets for a stream that breaks off after it has begun.
 
-    A POST to a path in `shortcuts` goes to that endpoint directly. FastAPI's router, dependency solving and exit stacks
-    would cost such a request more than the gateway's own work on it: run `benchmarks/edge.py` for the figures.
+    A POST to a path in `shortcuts` goes to that endpoint directly, past FastAPI's router and exit stacks. They would
+    add some 45 us of CPU to a request on which the gateway spends 330 us: `python -m benchmarks.edge` measures it.
     """
 
     def __init__(self, app: ASGIApp, edge: Edge, shortcuts: Mapping[str, Endpoint] = {}):
