@@ -1,1 +1,1 @@
-"""The gateway's HTTP surface: reads what a client sends, shapes what it gets. Decides nothing."""
+"""The gateway's HTTP routes: parse what a client sends, render what it gets. They decide nothing."""

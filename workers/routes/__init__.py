@@ -1,1 +1,1 @@
-"""The worker's HTTP surface. Turns calls of the contract into work of `workers.serving` and back; decides nothing."""
+"""The worker's HTTP routes: turn calls of the contract into work of `workers.serving`. They decide nothing."""
