@@ -13,10 +13,14 @@ A case is named `route / caches / fault / form / tiers`:
     form    `whole` or `stream`
     tiers   2 or 3; `2+1` has a second worker in the large tier
 
+What takes several requests is a script, named `group / title`, whose turns are labelled (`scripts.py`): conversations,
+hang-ups, bounds, circuits, clients that manage caches, explanations.
+
 A recorded turn (`data/ROUTE.json`; `TABLE.md` has one line for each case) holds:
 
     status, headers   of the reply; `overhead-ms` is `ms` if well-formed
     events            the kinds of the server-sent events in order; `content*7` are seven in a row
+    hung_up           the client left before the end
     answer, usage     text and finish reason; token counts
     error             type, code and param, as a reply or as a stream's last frame; no wording
     report            the `kvrelay` field: no nulls, no false flags; `times` lists the times that were reported
@@ -32,4 +36,6 @@ of a case, recorded or not.
 
 Run or debug a case:   python -m tests.gateway.golden.run "named-large / none"
 Record the table:      python -m tests.gateway.golden.regenerate
+
+A row in `test_golden.WRONG_TODAY` holds what is right, and not what happens.
 """
