@@ -1,17 +1,17 @@
-"""What the user waits for, when an escalation is decided early and when at the end of the small model's answer.
+"""The wait added by an escalation: decided early, or at the end of the small model's answer.
 
     python benchmarks/early.py --family smol --json early.json
 
-    end      small   |── reads ──|──── writes its whole answer ────|
+    end      small   |─ prefill ─|────── whole answer ─────────────|
              large                                                 |── transfer ──|─ first token
-    early    small   |── reads ──|─ t1 .. t4 .. t16 |✕
+    early    small   |─ prefill ─|─ t1 .. t4 .. t16 |✕
              large                        |── transfer ──|─ first token
-                                                                   ◄─ added wait ─►    counted from here in both arms
+                                                                   ◄─ added wait ─►    measured from here in both arms
 
-Both arms ask the same questions about the same documents, in turn, as tenants of their own so that neither finds the
-other's caches. The added wait is the time from the moment at which arm `end` decides to the first token of the large
-model; it is below zero where that is there before. Questions that one of the arms did not escalate are left out, and
-counted. Medians over the repeats.
+Both arms ask the same questions about the same documents, in turn. Each is a tenant of its own, so that neither finds
+the other's caches. The added wait is the time from the decision of arm `end` to the large model's first token; it is
+negative if that token comes earlier. Questions that only one arm escalated are excluded, and counted. Results are
+medians over the repeats.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_JUDGED, SPECULATE_AFTER = 16, 4
 
 @dataclass(frozen=True)
 class Row:
-    """One answer; times in milliseconds, `length` the tokens of the document."""
+    """One answer. Times are in milliseconds; `length` is the document's number of tokens."""
 
     arm: str
     length: int
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
     parser.add_argument("--lengths", type=measuring.lengths, default=[512, 1024])
     parser.add_argument("--repeats", type=measuring.count, default=5)
-    parser.add_argument("--threshold", type=float, default=-0.02, help="mean log-probability below which is escalated")
+    parser.add_argument("--threshold", type=float, default=-0.02, help="escalate below this mean log-probability")
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
     return measuring.run("early", lambda: _early(options))
@@ -78,11 +78,11 @@ def _run(name: str, lengths: Sequence[int], repeats: int, threshold: float) -> l
     with measuring.own_stack("early", config) as (stack, secret), ExitStack() as opened:
         documents = Documents(stack.workers["large-0"].url, secret)
         clients = {arm: opened.enter_context(_client(stack.url, key)) for arm, key in keys.items()}
-        return list(_measured(clients, documents, lengths, repeats))
+        return list(_measure(clients, documents, lengths, repeats))
 
 
 def two_arms(keys: dict[str, str], threshold: float) -> dict[str, Any]:
-    """The parts of a configuration in which each arm is a tenant, known by its key, with a policy of its own."""
+    """Return the configuration of both arms: each is a tenant with its own API key and policy."""
     policies = {
         "end": {"name": "confidence", "threshold": threshold, "streaming": "buffer", "speculate_after": None},
         "early": {
@@ -92,9 +92,7 @@ def two_arms(keys: dict[str, str], threshold: float) -> dict[str, Any]:
             "speculate_after": SPECULATE_AFTER,
         },
     }
-    tenants = {
-        arm: {"api_keys": [hashlib.sha256(key.encode()).hexdigest()], "tier": arm} for arm, key in keys.items()
-    }
+    tenants = {arm: {"api_keys": [hashlib.sha256(key.encode()).hexdigest()], "tier": arm} for arm, key in keys.items()}
     rules = [{"name": arm, "when": {"tenant_tier": [arm]}, "then": policies[arm]} for arm in ARMS]
     return {"tenants": {"default": {}} | tenants, "policy": {"name": "rules", "rules": rules}}
 
@@ -103,10 +101,10 @@ def _client(url: str, key: str) -> httpx.Client:
     return httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=300, trust_env=False)
 
 
-def _measured(
+def _measure(
     clients: dict[str, httpx.Client], documents: Documents, lengths: Sequence[int], repeats: int
 ) -> Iterator[Row]:
-    for arm in ARMS:  # once, so that no arm pays for first-time allocations or for rates that nobody knows yet
+    for arm in ARMS:  # warm up: first allocations, and rates that are not measured yet
         _ask(clients[arm], documents.of_length(min(lengths), "warm-up"))
     for repeat in range(repeats):
         for length in lengths:
@@ -122,13 +120,13 @@ def _ask(http: httpx.Client, document: str) -> TimedAnswer:
 
 
 def _row(arm: str, length: int, repeat: int, answer: TimedAnswer) -> Row:
-    told = answer.kvrelay
-    tier, path, early = str(told["tier"]), str(told["path"]), bool(told["early_handoff"])
-    return Row(arm, length, repeat, tier, path, early, answer.ttft_ms, told.get("handoff_ttft_ms"))
+    report = answer.kvrelay
+    tier, path, early = str(report["tier"]), str(report["path"]), bool(report["early_handoff"])
+    return Row(arm, length, repeat, tier, path, early, answer.ttft_ms, report.get("handoff_ttft_ms"))
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """By length, over the questions that both arms escalated: medians in milliseconds, None where there was none."""
+    """Return the medians in milliseconds, by length, over the questions that both arms escalated; None without any."""
     by_question: dict[tuple[int, int], dict[str, Row]] = {}
     for row in rows:
         by_question.setdefault((row.length, row.repeat), {})[row.arm] = row

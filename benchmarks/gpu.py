@@ -1,13 +1,13 @@
-"""The map against the prefill on a GPU, and `cuda_ipc` between two processes. In the shapes of Qwen3, weights random.
+"""Mapping against prefill on a GPU, and `cuda_ipc` between two processes, with Qwen3's shapes and random weights.
 
-    python benchmarks/gpu.py --json gpu.json        at most 8 minutes on one GPU; a pair that does not fit is left out
+    python benchmarks/gpu.py --json gpu.json        at most 8 minutes on one GPU; skips a pair that does not fit
     python benchmarks/gpu.py --dry-run              the same steps on the CPU, in tiny shapes, over shared memory
 
     pool of another process ──cuda_ipc──► a chunk ──map──► target layers      against      the target's own prefill
 
-The copy is compared with what the owner wrote. A map has `--layers` source layers and all heads for each target layer,
-keys from keys and values from values; its matrices are halves, its sums float32. Prefills are bfloat16, through SDPA,
-one forward pass of the whole prompt. Neither depends on what the numbers are. Medians over the repeats.
+The copy is compared with what the owner wrote. A mapper uses `--layers` source layers and all heads per target layer,
+keys from keys and values from values, with float16 matrices and float32 sums. A prefill is one bfloat16 forward pass of
+the whole prompt, with SDPA. The values do not affect either time. Results are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from workers.pool.tickets import TicketOffice
 from workers.transports import load_transport
 from workers.transports.base import Reader
 
-GOAL = 25.0  # so many times faster than the prefill, for the last pair
+GOAL = 25.0  # minimum prefill time over map time, for the last pair
 BLOCK_TOKENS = 32
 SALT = "0" * 16
 BUDGET_S = 8 * 60
@@ -97,7 +97,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and on what."""
+    """What to measure, and on which device."""
 
     shapes: dict[str, Shape]
     pairs: tuple[tuple[str, str], ...]
@@ -122,7 +122,7 @@ DRY = Plan(TINY, (("small", "large"),), (64, 128), "cpu", "shm", torch.float32, 
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds, medians."""
+    """One pair and length. Times are medians."""
 
     pair: str
     tokens: int
@@ -139,52 +139,55 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in tiny shapes")
-    parser.add_argument("--layers", type=int, default=4, help="source layers a target layer")
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU with tiny shapes")
+    parser.add_argument("--layers", type=int, default=4, help="source layers per target layer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lend", metavar="SHAPE", help=argparse.SUPPRESS)  # the other process
     add_json_option(parser, "all rows")
     options = parser.parse_args(argv)
     plan = DRY if options.dry_run else ON_GPU
     if plan.device == "cuda" and not torch.cuda.is_available():
-        print("gpu: this PyTorch sees no CUDA device; --dry-run takes the same steps on the CPU", file=sys.stderr)
+        print("gpu: PyTorch finds no CUDA device; --dry-run takes the same steps on the CPU", file=sys.stderr)
         return 2
     if options.lend:
         lend(plan, options.lend)
         return 0
     rows = measure(plan, options.layers, options.repeats)
     device = torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
-    told = [asdict(row) | {"times_faster": row.times_faster} for row in rows]
-    write_json(options.json, {"machine": machine(), "commit": commit(), "device": device, "rows": told})
+    report = [asdict(row) | {"times_faster": row.times_faster} for row in rows]
+    write_json(options.json, {"machine": machine(), "commit": commit(), "device": device, "rows": report})
     print(_table(rows, device))
     return 0 if all(row.copy_is_right for row in rows) else 1
 
 
 def measure(plan: Plan, num_layers: int, repeats: int) -> list[Row]:
-    """Pair by pair, as long as the time lasts; what is left out is told."""
+    """Measure pair by pair until the time budget is spent. Prints what it skips."""
     rows: list[Row] = []
-    until = time.monotonic() + BUDGET_S
+    deadline = time.monotonic() + BUDGET_S
     for source, target in plan.pairs:
         name = f"{source} -> {target}"
         try:
-            for row in _pair(plan, source, target, num_layers, repeats, until):
+            for row in _pair(plan, source, target, num_layers, repeats, deadline):
                 rows.append(row)
                 print(f"  {name}, {row.tokens} tokens", flush=True)
         except torch.OutOfMemoryError as error:
-            print(f"  {name}: left out, {str(error).splitlines()[0]}", flush=True)
+            print(f"  {name}: skipped, {str(error).splitlines()[0]}", flush=True)
     return rows
 
 
 @torch.no_grad()
-def _pair(plan: Plan, source: str, target: str, num_layers: int, repeats: int, until: float) -> Iterator[Row]:
+def _pair(plan: Plan, source: str, target: str, num_layers: int, repeats: int, deadline: float) -> Iterator[Row]:
     mapper = random_mapper(plan, plan.shapes[source], plan.shapes[target], num_layers)
     model = random_model(plan, plan.shapes[target])
     with lender(plan, source) as ticket, opened(ticket) as reader:
         for tokens in plan.lengths:
-            if time.monotonic() > until:
-                print(f"  {source} -> {target}, {tokens} tokens: left out, the time is over", flush=True)
+            if time.monotonic() > deadline:
+                print(f"  {source} -> {target}, {tokens} tokens: skipped, out of time", flush=True)
                 continue
-            lent, cache = Lent(reader, ticket, chunks(0, tokens, plan.chunk_tokens)), noise(plan, ticket.layout, tokens)
+            lent, cache = (
+                LentCache(reader, ticket, chunks(0, tokens, plan.chunk_tokens)),
+                noise(plan, ticket.layout, tokens),
+            )
             ids = torch.randint(plan.shapes[target].vocabulary, (1, tokens), device=plan.device)
             copy_s = _median(lent.read, plan, repeats)
             yield Row(
@@ -199,8 +202,8 @@ def _pair(plan: Plan, source: str, target: str, num_layers: int, repeats: int, u
 
 
 @dataclass(frozen=True)
-class Lent:
-    """Tokens of another process's cache, read a chunk after the other."""
+class LentCache:
+    """A cache of another process, read chunk by chunk."""
 
     reader: Reader
     ticket: Ticket
@@ -216,7 +219,7 @@ class Lent:
 
     @property
     def is_right(self) -> bool:
-        """Whether it is what its owner wrote."""
+        """Whether the data is what the owner wrote."""
         return all(_same(chunk, pattern(self.ticket.layout, chunk)) for chunk in self.chunks())
 
 
@@ -226,7 +229,7 @@ def map_all(mapper: Mapper, cache: KVCache, chunk_tokens: int) -> None:
 
 
 def random_mapper(plan: Plan, source: Shape, target: Shape, num_layers: int) -> Mapper:
-    """Each target layer from the `num_layers` source layers around the same depth."""
+    """Map each target layer from the `num_layers` source layers around the same relative depth."""
     cards = [_card(shape) for shape in (source, target)]
     shape = (num_layers * cards[0].geometry.width, cards[1].geometry.width)
     specs, weights = [], {}
@@ -276,12 +279,12 @@ def _card(shape: Shape) -> ModelCard:
     )
 
 
-# The other process
+# The lending process
 
 
 @contextmanager
 def lender(plan: Plan, shape: str) -> Iterator[Ticket]:
-    """A process that lends a cache of the longest length, until the block is left."""
+    """Run a process that lends a cache of the longest length, for the duration of the block."""
     command = [sys.executable, __file__, "--lend", shape, *([] if plan is ON_GPU else ["--dry-run"])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin and process.stdout
@@ -317,7 +320,7 @@ def lend(plan: Plan, name: str) -> None:
 
 
 def pattern(layout: KVLayout, like: KVCache) -> KVCache:
-    """A cache of the same tokens whose numbers tell token, layer and kind, small enough to be exact in bfloat16."""
+    """Return a cache of the same tokens whose values encode token, layer and kind, exact in bfloat16."""
 
     def states(layer: int, kind: int) -> Tensor:
         numbers = (like.positions + 7 * layer + 3 * kind) % 251
@@ -339,7 +342,7 @@ def _same(left: KVCache, right: KVCache) -> bool:
 
 
 def _median(work: Callable[[], object], plan: Plan, repeats: int) -> float:
-    """Seconds, once everything was loaded and allocated."""
+    """Median seconds, after one warm-up run."""
     device = torch.device(plan.device)
     timed(work, device)
     return statistics.median(timed(work, device) for _ in range(repeats))

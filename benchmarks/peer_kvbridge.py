@@ -3,18 +3,18 @@
     git clone https://github.com/souvikDevloper/kvbridge ../kvbridge
     python benchmarks/peer_kvbridge.py ../kvbridge --family smol --tokens 12000 --json peer.json
 
-Both fit on the keys and values that the two models make of the same calibration tokens, the first few of each document
-left out for both, and both are judged by the target's perplexity on the same test documents with the same native head.
-Their intervals are wide because documents differ; who is better is told by the ratio of the two perplexities on each
-document and length, its mean over them, and its interval.
-The peer is given them as a list; ours makes them anew and keeps none, so its forward passes are taken off its time.
-Layers that both models share are copied by ours, which knows them, and fitted by the peer; `--no-copies` has ours fit
-them as well.
+Both fit on the keys and values of both models over the same calibration tokens, without the first few tokens of each
+document. Both are judged by the target's perplexity on the same test documents, with the same native head. The
+intervals are wide because documents differ, so the comparison uses the ratio of the two perplexities per document and
+length: its mean and its interval.
 
-    fit    seconds from the first document on, without the models' own forward passes
-    map    a whole cache of 1,024 tokens in, one out, the two taking turns; the median
+The peer gets the caches as a list. Ours computes them itself and keeps none, so its forward passes are excluded from
+its time. Ours copies layers that both models share; the peer fits them, and with `--no-copies` ours does too.
 
-Nothing of the peer is imported but from the checkout that is named, whose commit is told in the result.
+    fit    seconds from the first document on, without the models' forward passes
+    map    one cache of 1,024 tokens; the two take turns, and the median counts
+
+The peer is imported from the given checkout only. The result holds its commit.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ TIMED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation: medians of times, perplexity ratios against the target's own cache, and agreement."""
+    """One implementation: median times, perplexity ratios against the target's own cache, and top-1 agreement."""
 
-    who: str
+    who: str  # the implementation; the key of the JSON report
     fit_s: float
     map_ms_per_1024: float
     weight_bytes: int
@@ -70,12 +70,12 @@ class Result:
 
 
 class Peer:
-    """The other implementation, from a checkout. Raises `MapperError` for a folder that holds none."""
+    """The other implementation, from a checkout. Raises `MapperError` for any other folder."""
 
     def __init__(self, checkout: Path):
         package = checkout / "src" / "kvbridge"
         if not (package / "__init__.py").exists():
-            raise MapperError(f"{checkout} is no checkout of kvbridge: {package} is missing")
+            raise MapperError(f"{checkout} is not a checkout of kvbridge: {package} is missing")
         sys.path.insert(0, str(package.parent))
         self.commit = _git(checkout, "rev-parse", "HEAD")
         self.is_changed = bool(_git(checkout, "status", "--porcelain", "--untracked-files=no"))
@@ -83,7 +83,7 @@ class Peer:
         self._cache, self._config, self._fit, self._live = (import_module(f"kvbridge.{name}") for name in names)
 
     def cache(self, cache: KVCache, rope: Rope) -> Any:
-        """One of ours as one of theirs, with the factors of its positions."""
+        """Convert one of our caches to theirs, with the rotary factors of its positions."""
         return self._cache.KVCache(
             [key[None] for key in cache.keys], [value[None] for value in cache.values], self.factors(cache, rope)
         )
@@ -91,15 +91,15 @@ class Peer:
     def factors(self, cache: KVCache, rope: Rope) -> Any:
         return self._cache.RotaryFactors(*rope.rows(cache.positions, 0))
 
-    def fitted(self, models: Sequence[Any], tokenizer: Any, pairs: Sequence[tuple[Any, Any]], layers: int) -> Any:
-        """Their mapper from `pairs` of their caches, with their own defaults but for the number of layers."""
+    def fit(self, models: Sequence[Any], tokenizer: Any, pairs: Sequence[tuple[Any, Any]], layers: int) -> Any:
+        """Fit their mapper on `pairs` of their caches, with their defaults except for the number of layers."""
         examples = [self._fit.CalibrationPair(*pair) for pair in pairs]
         signatures = [self._live.model_signature(model, tokenizer, revision="local") for model in models]
         return self._fit.fit_mapper(examples, *signatures, self._config.FitConfig(top_k=layers))
 
 
 class PeerMapper:
-    """Their mapper where ours are judged."""
+    """Their mapper behind our interface."""
 
     bundle_id = "peer"
 
@@ -108,7 +108,7 @@ class PeerMapper:
         self.manifest = manifest
 
     def check(self, source_fingerprint: str, target_fingerprint: str) -> None:
-        """It was fitted in this run, on the models that it is judged on."""
+        """Accept any: it was fitted in this run, on the same models."""
 
     def map(self, source: KVCache) -> KVCache:
         target_rotary = self._peer.factors(source, self._ropes[1])
@@ -123,7 +123,7 @@ class PeerMapper:
 
 
 class ForwardClock:
-    """Seconds that transformers models spend reading; calls within a call count once."""
+    """Seconds that transformers models spend in forward passes; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -144,7 +144,7 @@ class ForwardClock:
 
 @contextmanager
 def forward_clock() -> Iterator[ForwardClock]:
-    """Runs while the block lasts, over every model of the process."""
+    """Measure the forward passes of every model of the process within the block."""
     clock = ForwardClock()
     hooks = register_module_forward_pre_hook(clock.enter), register_module_forward_hook(clock.leave)
     try:
@@ -169,14 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    # 1. What both work on.
+    # 1. What both work on
     peer = Peer(options.checkout)
     pair = pair_of_family(find_family(options.family), argparse.Namespace(data=None))
     models = load_model(pair.source), load_model(pair.target)
     ropes = Rope.of(models[0]), Rope.of(models[1])
     texts = calibration(pair, options.tokens)
-    # 2. The fits, turn by turn.
-    say(f"reading {sum(map(len, texts))} calibration tokens with both models, once for the peer")
+    # 2. Fit, taking turns
+    say(f"prefilling {sum(map(len, texts))} calibration tokens with both models, for the peer")
     examples = [_example(peer, models, ropes, ids) for ids in texts]
     seconds: dict[str, list[float]] = {"kvrelay": [], "kvbridge": []}
     for turn in range(options.fits):
@@ -184,12 +184,12 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         ours, took = _our_fit(pair, texts, options)
         seconds["kvrelay"].append(took)
         began = time.perf_counter()
-        theirs = peer.fitted(models, load_tokenizer(pair.target), examples, options.layers)
+        theirs = peer.fit(models, load_tokenizer(pair.target), examples, options.layers)
         seconds["kvbridge"].append(time.perf_counter() - began)
     del examples
     peer_mapper = PeerMapper(peer, theirs, ropes, ours.manifest)
     mappers = {"kvrelay": ours, "kvbridge": peer_mapper}
-    # 3. The maps, turn by turn; and what the target makes of them.
+    # 3. Map, taking turns, and judge
     map_ms = _map_times(mappers, prefill(models[0], _long(texts)), options.repeats)
     protocol = QualityProtocol(options.lengths, options.documents, num_controls=options.documents)
     judged = evaluate(
@@ -202,8 +202,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     )
     sizes = {"kvrelay": _bytes(ours.weights.values()), "kvbridge": peer_mapper.weight_bytes}
     rows = [
-        _result(who, statistics.median(seconds[who]), map_ms[who], sizes[who], each.evaluation)
-        for who, each in zip(mappers, judged, strict=True)
+        _result(name, statistics.median(seconds[name]), map_ms[name], sizes[name], each.evaluation)
+        for name, each in zip(mappers, judged, strict=True)
     ]
     without = judged[0].evaluation.arm("no_cache")
     return {
@@ -220,13 +220,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "documents": options.documents,
         "no_cache": without.ppl_ratio if without else None,
         "rows": [asdict(row) for row in rows],
-        "paired": [told(paired(arm, judged[0].scores, judged[1].scores)) for arm in PAIRED_ARMS],
+        "paired": [comparison_of(paired(arm, judged[0].scores, judged[1].scores)) for arm in PAIRED_ARMS],
         "kvrelay_speed": measure(ours).as_json(),
     }
 
 
 def calibration(pair: Pair, tokens: int) -> list[list[int]]:
-    """The documents that a fit on so many tokens reads, cut as it cuts them."""
+    """Return the documents that a fit on `tokens` tokens uses, truncated as it truncates them."""
     texts: list[list[int]] = []
     for ids in pair.documents("calibrate"):
         if len(ids) > DEFAULT_HEAD + 1:
@@ -236,8 +236,8 @@ def calibration(pair: Pair, tokens: int) -> list[list[int]]:
     return texts
 
 
-def told(comparison: PairedRatio) -> dict[str, Any]:
-    """Ours over theirs, as plain values."""
+def comparison_of(comparison: PairedRatio) -> dict[str, Any]:
+    """Return the ratio of ours to theirs, as plain values."""
     by_document = [
         {"document": document, "length": length, "ratio": round(ratio, 6)}
         for (document, length), ratio in comparison.ratios.items()
@@ -288,25 +288,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="peer_kvbridge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkout", type=Path, help="where kvbridge was cloned to")
+    parser.add_argument("checkout", type=Path, help="folder of a clone of kvbridge")
     parser.add_argument("--family", default="smol")
-    parser.add_argument("--tokens", type=int, default=12_000, help="to fit on (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="source layers a target layer (default %(default)s)")
-    parser.add_argument("--method", default="ridge", help="of ours (default %(default)s)")
-    parser.add_argument("--joint", action="store_true", help="ours computes keys and values from both")
-    parser.add_argument("--choose", default="top", help=f"how ours chooses layers: {', '.join(sorted(SEARCHES))}")
+    parser.add_argument("--tokens", type=int, default=12_000, help="calibration tokens (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="source layers per target layer (default %(default)s)")
+    parser.add_argument("--method", default="ridge", help="our method (default %(default)s)")
+    parser.add_argument("--joint", action="store_true", help="ours maps keys and values from both")
+    parser.add_argument("--choose", default="top", help=f"how ours selects layers: {', '.join(sorted(SEARCHES))}")
     parser.add_argument("--no-copies", action="store_true", help="fit layers that both models share as well")
-    parser.add_argument("--fits", type=int, default=1, help="how often both fit (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=9, help="how often both map (default %(default)s)")
+    parser.add_argument("--fits", type=int, default=1, help="fits per implementation (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=9, help="maps per implementation (default %(default)s)")
     parser.add_argument("--lengths", type=token_counts, default=(384, 1024), help="prefix lengths (384,1024)")
-    parser.add_argument("--documents", type=int, default=10, help="test documents at each (default %(default)s)")
+    parser.add_argument("--documents", type=int, default=10, help="test documents per length (default %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 
 
 def _our_fit(pair: Pair, texts: list[list[int]], options: argparse.Namespace) -> tuple[Mapper, float]:
-    """A mapper, and the seconds that it took beside the models' forward passes."""
+    """Return a mapper, and the seconds of its fit without the models' forward passes."""
     begun: list[float] = []
 
     def documents(clock: ForwardClock) -> Iterator[list[int]]:
@@ -337,26 +337,26 @@ def _example(peer: Peer, models: tuple[Any, Any], ropes: tuple[Rope, Rope], ids:
 
 
 def _long(texts: list[list[int]]) -> list[int]:
-    """Calibration tokens, as many as are timed."""
+    """The first calibration tokens, for the timing of maps."""
     return [token for ids in texts for token in ids][:TIMED_TOKENS]
 
 
 def _map_times(mappers: dict[str, Any], cache: KVCache, repeats: int) -> dict[str, float]:
-    """Median milliseconds for 1,024 tokens; one round that does not count comes first."""
-    seconds: dict[str, list[float]] = {who: [] for who in mappers}
+    """Return the median milliseconds per 1,024 tokens, after a warm-up round."""
+    seconds: dict[str, list[float]] = {name: [] for name in mappers}
     for turn in range(repeats + 1):
-        for who, mapper in mappers.items():
+        for name, mapper in mappers.items():
             began = time.perf_counter()
             mapper.map(cache)
             if turn:
-                seconds[who].append(time.perf_counter() - began)
-    return {who: statistics.median(found) * 1e3 * 1024 / cache.num_tokens for who, found in seconds.items()}
+                seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(found) * 1e3 * 1024 / cache.num_tokens for name, found in seconds.items()}
 
 
-def _result(who: str, fit_s: float, map_ms: float, weight_bytes: int, evaluation: Evaluation) -> Result:
+def _result(name: str, fit_s: float, map_ms: float, weight_bytes: int, evaluation: Evaluation) -> Result:
     arms = SimpleNamespace(**{score.arm: score for score in evaluation.arms})
     return Result(
-        who=who,
+        who=name,
         fit_s=round(fit_s, 3),
         map_ms_per_1024=round(map_ms, 3),
         weight_bytes=weight_bytes,
@@ -374,10 +374,10 @@ def _bytes(tensors: Any) -> int:
 
 def _git(folder: Path, *arguments: str) -> str:
     try:
-        told = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise MapperError(f"{folder} has no git history to tell its version by") from error
-    return told.stdout.strip()
+        raise MapperError(f"{folder} has no git history; its version is unknown") from error
+    return result.stdout.strip()
 
 
 if __name__ == "__main__":

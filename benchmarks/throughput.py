@@ -1,13 +1,13 @@
-"""Tokens a second of one worker, of 1 and of 4 chats at once, against transformers' own `generate` called in turn.
+"""Tokens per second of one worker with 1 and 4 concurrent chats, against sequential calls of transformers' `generate`.
 
     python benchmarks/throughput.py --json throughput.json
 
-    worker      chat 0 |─ reads ─|─ writes ─ ─ ─ ─ ─|         through its HTTP API, as streams; what is counted is
-                chat 1 |      ─ reads ─|─ writes ─ ─ ─|       the time from the first request to the last answer's end
-    generate    |─ chat 0 ─────────|─ chat 1 ─────────|       in this process, on the same prompts' tokens
+    worker      chat 0 |─ prefill ─|─ decode ─ ─ ─ ─|         streams of its HTTP API; measured from the first request
+                chat 1 |    ─ prefill ─|─ decode ─ ─ ─|       to the end of the last answer
+    generate    |─ chat 0 ─────────|─ chat 1 ─────────|       in this process, with the same prompt tokens
 
-Both write greedily, with as many threads as there are cores and no prefix cache, each up to `--tokens` tokens for a
-prompt of `--length`; the arms take turns on the same chats. Medians over the repeats. On `smol` it takes three minutes.
+Both decode greedily, with one thread per core and no prefix cache, up to `--tokens` tokens for a prompt of `--length`.
+The arms take turns on the same chats. Results are medians over the repeats. On `smol` it takes three minutes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Talk = list[Message]
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedText:
     text: str
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """So many chats, answered by one arm."""
+    """`chats` concurrent chats, answered by one arm."""
 
     arm: str
     chats: int
@@ -62,9 +62,15 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default=family.DEFAULT_FAMILY)
-    parser.add_argument("--chats", type=measuring.counts, default=[1, 4], help="at once (default 1,4)")
-    parser.add_argument("--length", type=measuring.length, default=256, help="tokens of a prompt, about (%(default)s)")
-    parser.add_argument("--tokens", type=measuring.count, default=64, help="of an answer, at most (%(default)s)")
+    parser.add_argument(
+        "--chats", type=measuring.counts, default=[1, 4], help="numbers of concurrent chats (default 1,4)"
+    )
+    parser.add_argument(
+        "--length", type=measuring.length, default=256, help="approximate number of prompt tokens (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=measuring.count, default=64, help="maximum tokens of an answer (default %(default)s)"
+    )
     parser.add_argument("--repeats", type=measuring.count, default=3)
     add_json_option(parser, "all rows and the medians")
     options = parser.parse_args(argv)
@@ -90,22 +96,22 @@ def _run(options: argparse.Namespace) -> list[Row]:
             document = documents.of_length(options.length, name)
             return [Message(role="system", content=document), Message(role="user", content=QUESTION)]
 
-        async def measured() -> list[Row]:
+        async def run() -> list[Row]:
             async with WorkerClient(url, secret) as client:
-                plain = Plain(folders["large"])
-                return await measure(client, plain, talk, options.chats, options.tokens, options.repeats)
+                generate = TransformersGenerate(folders["large"])
+                return await measure(client, generate, talk, options.chats, options.tokens, options.repeats)
 
-        return asyncio.run(measured())
+        return asyncio.run(run())
 
 
-class Plain:
-    """transformers' own `generate`, over a model that it loaded itself."""
+class TransformersGenerate:
+    """transformers' `generate`, with a model of its own."""
 
     def __init__(self, folder: str | Path):
         self._model = load_model(folder)
         self._tokenizer = load_tokenizer(folder)
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> GeneratedText:
         ids = torch.tensor([list(prompt)])
         written = self._model.generate(
             ids,
@@ -114,20 +120,20 @@ class Plain:
             do_sample=False,
             pad_token_id=self._tokenizer.eos_token_id,
         )[0, len(prompt) :]
-        return Answer(self._tokenizer.decode(written, skip_special_tokens=True), len(written))
+        return GeneratedText(self._tokenizer.decode(written, skip_special_tokens=True), len(written))
 
 
 async def measure(
     client: WorkerClient,
-    plain: Plain,
+    generate: TransformersGenerate,
     talk: Callable[[str], Talk],
     chats: Sequence[int],
     max_tokens: int,
     repeats: int,
 ) -> list[Row]:
-    """`talk(name)` is a conversation of its own for each name. Raises `KvrelayError`."""
+    """`talk(name)` returns a different conversation for each name. Raises `KvrelayError`."""
     rows: list[Row] = []
-    for repeat in range(-1, repeats):  # the first does not count: nobody is to pay for first-time allocations
+    for repeat in range(-1, repeats):  # the first warms up
         for num_chats in chats:
             talks = [talk(f"{repeat} {num_chats} {n}") for n in range(num_chats)]
             prompts = [(await client.tokenize(Prompt(messages=one), timeout_s=TIMEOUT_S)).token_ids for one in talks]
@@ -135,16 +141,16 @@ async def measure(
             for arm in ARMS if repeat % 2 else reversed(ARMS):
                 began = time.perf_counter()
                 if arm == "worker":
-                    answers[arm] = await asyncio.gather(*(_asked(client, one, max_tokens) for one in talks))
+                    answers[arm] = await asyncio.gather(*(_ask(client, one, max_tokens) for one in talks))
                 else:
-                    answers[arm] = [plain.answer(prompt, max_tokens) for prompt in prompts]
+                    answers[arm] = [generate.answer(prompt, max_tokens) for prompt in prompts]
                 seconds[arm] = time.perf_counter() - began
             rows += [_row(arm, num_chats, repeat, answers, seconds[arm]) for arm in ARMS if repeat >= 0]
         print(f"  repeat {repeat + 1}/{repeats}" if repeat >= 0 else "  warmed up", flush=True)
     return rows
 
 
-async def _asked(client: WorkerClient, talk: Talk, max_tokens: int) -> Answer:
+async def _ask(client: WorkerClient, talk: Talk, max_tokens: int) -> GeneratedText:
     request = ChatRequest(
         messages=talk,
         temperature=0,
@@ -156,18 +162,17 @@ async def _asked(client: WorkerClient, talk: Talk, max_tokens: int) -> Answer:
     )
     chunks = [chunk async for chunks in client.chat_stream(request, timeout_s=TIMEOUT_S) for chunk in chunks]
     text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
-    return Answer(text, chunks[-1]["usage"]["completion_tokens"])
+    return GeneratedText(text, chunks[-1]["usage"]["completion_tokens"])
 
 
-def _row(arm: str, chats: int, repeat: int, answers: dict[str, list[Answer]], seconds: float) -> Row:
+def _row(arm: str, chats: int, repeat: int, answers: dict[str, list[GeneratedText]], seconds: float) -> Row:
     tokens = sum(answer.num_tokens for answer in answers[arm])
     same = sum(ours == theirs for ours, theirs in zip(*answers.values(), strict=True))
     return Row(arm, chats, repeat, tokens, seconds, tokens / seconds, same)
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Medians by the number of chats: tokens a second of both arms, and how often the worker's are those of generate;
-    and how many of the answers were the same."""
+    """Return, by number of chats, the median tokens per second of both arms, and how many answers agree."""
     return [_of_chats([row for row in rows if row.chats == chats]) for chats in sorted({row.chats for row in rows})]
 
 

@@ -1,8 +1,8 @@
-"""What is sent: chat requests over kept connections, by a client that costs little beside what it measures.
+"""The load: chat requests over kept connections, from a client that is cheap compared with the gateways.
 
-    closed   so many connections, each asking again as soon as it is answered: what a gateway can take
-    paced    so many requests a second, whatever becomes of them: what a gateway adds to the time of each
-    streams  so many at once, each read to its end
+closed   a number of connections, each sending its next request at once: maximum throughput
+paced    a constant rate, whatever the answers: added latency
+streams  a number of concurrent streams, each read to its end
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orjson
 
 SYSTEM = "You answer briefly, and only from what you were told. " * 20
 DONE = b"data: [DONE]"
-LATE_S = 60.0  # an answer that takes longer counts as none
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Target:
     model: str
 
     def request(self, number: int, *, num_words: int, every_ms: int = 0, stream: bool = False) -> bytes:
-        """A whole HTTP request; the number makes its prompt one of its own, behind a beginning that all share."""
+        """Return a whole HTTP request. `number` makes its prompt unique, after a prefix that all share."""
         question = f"Question {number}: Say {num_words} words, one every {every_ms} ms."
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         body = orjson.dumps({"model": self.model, "messages": messages, "max_tokens": 4096, "stream": stream})
@@ -45,8 +45,8 @@ class Target:
 
 
 @dataclass
-class Outcome:
-    """What came of many requests. `errors` counts answers that were no 200, broke off, or never came."""
+class LoadResult:
+    """The results of many requests. `errors` counts answers with another status than 200, broken or missing ones."""
 
     seconds: float = 0.0
     latencies_ms: list[float] = field(default_factory=list)
@@ -65,14 +65,14 @@ class Outcome:
             return None
         return statistics.quantiles(self.latencies_ms, n=100, method="inclusive")[percent - 1]
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: LoadResult) -> None:
         self.seconds += other.seconds
         self.latencies_ms += other.latencies_ms
         self.errors += other.errors
 
 
 class Connection(asyncio.Protocol):
-    """One kept connection: a request at a time."""
+    """One kept connection, for one request at a time."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
 
     async def ask(self, request: bytes) -> bytes:
-        """The body of a 200. Raises `OSError` for any other, and where the connection ends before it is whole."""
+        """Send a request and return the body. Raises `OSError` for a status other than 200, or a broken connection."""
         assert self._transport is not None
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop's is none by its class
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -123,17 +123,17 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one port, opened as they are needed and kept."""
+    """Connections to one port, opened on demand and kept."""
 
     def __init__(self, port: int):
         self._port = port
         self._idle: list[Connection] = []
 
-    async def ask(self, request: bytes, within_s: float = LATE_S) -> bytes:
-        """As `Connection.ask`; also raises `TimeoutError`."""
+    async def ask(self, request: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
+        """Like `Connection.ask`; also raises `TimeoutError`."""
         connection = await self._connection()
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 body = await connection.ask(request)
         except BaseException:
             connection.close()
@@ -150,43 +150,43 @@ class Pool:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
-        _, made = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
-        return made
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
+        return connection
 
 
 class Load:
-    """Sends to one target, and counts what comes of it."""
+    """Sends requests to one target, and measures the answers."""
 
     def __init__(self, target: Target, *, num_words: int):
         self._target = target
         self._num_words = num_words
         self._numbers: Iterator[int] = itertools.count()
 
-    async def closed(self, num_requests: int, *, num_connections: int) -> Outcome:
-        left = iter(range(num_requests))
+    async def closed(self, num_requests: int, *, num_connections: int) -> LoadResult:
+        remaining = iter(range(num_requests))
         async with self._measured() as (pool, outcome):
 
-            async def ask_on() -> None:
-                for _ in left:
+            async def repeat() -> None:
+                for _ in remaining:
                     await self._ask(pool, self._request(), outcome)
 
-            await asyncio.gather(*(ask_on() for _ in range(num_connections)))
+            await asyncio.gather(*(repeat() for _ in range(num_connections)))
         return outcome
 
-    async def paced(self, per_s: float, seconds: float) -> Outcome:
-        """Late requests are not waited for before the next is sent; the time counts from when it was due."""
+    async def paced(self, per_s: float, seconds: float) -> LoadResult:
+        """Send at a constant rate without waiting for answers. Latency counts from when a request was due."""
         loop = asyncio.get_running_loop()
         async with self._measured() as (pool, outcome):
-            began, asked = loop.time(), []
+            began, tasks = loop.time(), []
             for index in range(int(per_s * seconds)):
                 due = began + index / per_s
                 await asyncio.sleep(due - loop.time())
-                asked.append(loop.create_task(self._ask(pool, self._request(), outcome, due)))
-            await asyncio.gather(*asked)
+                tasks.append(loop.create_task(self._ask(pool, self._request(), outcome, due)))
+            await asyncio.gather(*tasks)
         return outcome
 
-    async def streams(self, num_streams: int, *, num_words: int, every_ms: int) -> Outcome:
-        """All at once. One whose frames are not all there is an error."""
+    async def streams(self, num_streams: int, *, num_words: int, every_ms: int) -> LoadResult:
+        """Start all streams at once. An incomplete one is an error."""
         requests = [
             self._target.request(next(self._numbers), num_words=num_words, every_ms=every_ms, stream=True)
             for _ in range(num_streams)
@@ -199,7 +199,7 @@ class Load:
         return self._target.request(next(self._numbers), num_words=self._num_words)
 
     async def _ask(
-        self, pool: Pool, request: bytes, outcome: Outcome, since: float | None = None, num_words: int | None = None
+        self, pool: Pool, request: bytes, outcome: LoadResult, since: float | None = None, num_words: int | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
         since = since or loop.time()
@@ -214,8 +214,8 @@ class Load:
         outcome.latencies_ms.append((loop.time() - since) * 1000)
 
     @asynccontextmanager
-    async def _measured(self) -> AsyncIterator[tuple[Pool, Outcome]]:
-        pool, outcome, began = Pool(self._target.port), Outcome(), time.monotonic()
+    async def _measured(self) -> AsyncIterator[tuple[Pool, LoadResult]]:
+        pool, outcome, began = Pool(self._target.port), LoadResult(), time.monotonic()
         try:
             yield pool, outcome
         finally:
@@ -224,5 +224,5 @@ class Load:
 
 
 def is_whole_stream(body: bytes, num_words: int) -> bool:
-    """All words, and the end."""
+    """Whether the stream has all words and the end."""
     return body.count(b'"content":"word "') + body.count(b'"content": "word "') == num_words and DONE in body

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from benchmarks.gateways.load import Load, Outcome
+from benchmarks.gateways.load import Load, LoadResult
 from benchmarks.gateways.processes import Server
 
-HELD = 0.95  # of the pace: less was not held, and the times of those that waited tell nothing
+MIN_RATE_SHARE = 0.95  # below this share of the rate, requests queued, and latencies mean nothing
 WARM_UP = 20  # requests
 MEMORY_MARKS = 10
 
@@ -29,8 +28,8 @@ class Sizes:
 
 
 @dataclass
-class Measured:
-    """One gateway under load. `share` of the requests that count are sent to it."""
+class Contender:
+    """One gateway under load, and its results so far. It gets `share` of the configured number of requests."""
 
     name: str
     server: Server
@@ -38,8 +37,8 @@ class Measured:
     share: float
     cpu_ms: list[float] = field(default_factory=list)
     per_s: list[float] = field(default_factory=list)
-    paced: Outcome = field(default_factory=Outcome)
-    streams: Outcome = field(default_factory=Outcome)
+    paced: LoadResult = field(default_factory=LoadResult)
+    streams: LoadResult = field(default_factory=LoadResult)
     rss_mib: list[float] = field(default_factory=list)
     memory_requests: int = 0
     errors: int = 0
@@ -50,9 +49,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What is told of one. `added_*` is over the upstream alone, None where the pace was not held; `rss_mib` at the
-    beginning and after each tenth of `memory_requests`, `growth_mib` its growth for 10,000 of them, over the second
-    half: next to nothing where memory is level."""
+    """The results of one gateway.
+
+    added_*: latency added to the upstream's; None if the gateway could not hold the rate.
+    rss_mib: at the start, and after each tenth of `memory_requests`.
+    growth_mib: growth of RSS per 10,000 requests, over the second half.
+    """
 
     gateway: str
     cpu_ms: float | None
@@ -66,43 +68,38 @@ class Row:
     memory_requests: int
     errors: int
 
-    def told(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-async def measure(gateways: list[Measured], upstream: Load, sizes: Sizes) -> list[Row]:
-    alone = Outcome()
+async def measure(gateways: list[Contender], upstream: Load, sizes: Sizes) -> list[Row]:
+    alone = LoadResult()
     for one in gateways:
         await one.load.closed(WARM_UP, num_connections=sizes.connections)
     for _ in range(sizes.rounds):
         for one in gateways:
-            await _saturated(one, sizes)
+            await _saturate(one, sizes)
     for _ in range(sizes.rounds):
         alone.add(await upstream.paced(sizes.per_s, sizes.seconds))
         for one in gateways:
             if can_hold(one.per_s, sizes.per_s):
                 one.paced.add(await one.load.paced(sizes.per_s, sizes.seconds))
     for one in gateways:
-        one.streams.add(
-            await one.load.streams(sizes.streams, num_words=sizes.stream_words, every_ms=sizes.every_ms)
-        )
+        one.streams.add(await one.load.streams(sizes.streams, num_words=sizes.stream_words, every_ms=sizes.every_ms))
     return await soak(gateways, sizes, alone)
 
 
-async def soak(gateways: list[Measured], sizes: Sizes, alone: Outcome | None = None) -> list[Row]:
-    """What many requests make of their memory; and what was measured before."""
+async def soak(gateways: list[Contender], sizes: Sizes, alone: LoadResult | None = None) -> list[Row]:
+    """Measure memory over many requests, and return all results."""
     for one in gateways:
-        await _filled(one, sizes)
-    return [row_of(one, alone or Outcome(), sizes.per_s) for one in gateways]
+        await _fill(one, sizes)
+    return [row_of(one, alone or LoadResult(), sizes.per_s) for one in gateways]
 
 
 def can_hold(measured_per_s: Iterable[float], per_s: float) -> bool:
-    """A gateway that was saturated below the pace is not asked to hold it: its queue would only grow."""
+    """Whether the saturated throughput reaches the rate. Otherwise the queue would only grow."""
     return max(measured_per_s, default=0.0) >= per_s
 
 
-def row_of(one: Measured, alone: Outcome, per_s: float) -> Row:
-    held = one.paced.per_s >= HELD * per_s and not one.paced.errors
+def row_of(one: Contender, alone: LoadResult, per_s: float) -> Row:
+    held = one.paced.per_s >= MIN_RATE_SHARE * per_s and not one.paced.errors
     return Row(
         gateway=one.name,
         cpu_ms=_median(one.cpu_ms),
@@ -119,7 +116,7 @@ def row_of(one: Measured, alone: Outcome, per_s: float) -> Row:
 
 
 def growth_mib(rss_mib: Sequence[float], num_requests: int) -> float | None:
-    """For 10,000 requests, over the second half of so many; None where nothing was measured."""
+    """Return the growth per 10,000 requests over the second half; None if nothing was measured."""
     half = rss_mib[len(rss_mib) // 2 :]
     if len(half) < 2 or not num_requests:
         return None
@@ -127,8 +124,8 @@ def growth_mib(rss_mib: Sequence[float], num_requests: int) -> float | None:
     return round((half[-1] - half[0]) / (num_requests * share) * 10_000, 2)
 
 
-async def _saturated(one: Measured, sizes: Sizes) -> None:
-    """As much as it can take, and what that costs."""
+async def _saturate(one: Contender, sizes: Sizes) -> None:
+    """Measure maximum throughput, and CPU per request."""
     before_s = one.server.cpu_s
     outcome = await one.load.closed(one.count(sizes.requests), num_connections=sizes.connections)
     one.errors += outcome.errors
@@ -137,8 +134,8 @@ async def _saturated(one: Measured, sizes: Sizes) -> None:
         one.per_s.append(outcome.per_s)
 
 
-async def _filled(one: Measured, sizes: Sizes) -> None:
-    """Memory, over many requests."""
+async def _fill(one: Contender, sizes: Sizes) -> None:
+    """Measure memory over many requests."""
     num_requests = one.count(sizes.memory_requests)
     one.rss_mib.append(one.server.rss_mib)
     for _ in range(MEMORY_MARKS):
@@ -148,7 +145,7 @@ async def _filled(one: Measured, sizes: Sizes) -> None:
         one.memory_requests += outcome.num_answered
 
 
-def _added(one: Outcome, alone: Outcome, percent: int) -> float | None:
+def _added(one: LoadResult, alone: LoadResult, percent: int) -> float | None:
     its, base = one.percentile_ms(percent), alone.percentile_ms(percent)
     return None if its is None or base is None else round(its - base, 2)
 

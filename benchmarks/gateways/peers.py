@@ -1,4 +1,4 @@
-"""The gateways that are compared: how each is installed, configured and started, in front of one upstream."""
+"""The compared gateways: how to install, configure and start each in front of one upstream."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Start:
-    """How to start one: its command, the path that answers 200 once it is ready, and what it wants in its
-    environment."""
+    """A command, the path that answers 200 once the gateway is ready, and additional environment variables."""
 
     command: Sequence[str]
     ready_path: str
@@ -34,16 +33,16 @@ class Start:
 
 @dataclass(frozen=True)
 class Peer:
-    """`start(folder, port, upstream, key, binaries)` writes what it needs into the folder. `share` of the requests that
-    ours gets are sent to it, so that a slow one takes no longer."""
+    """One gateway. `start(folder, port, upstream, key, binaries)` writes its configuration into `folder`. It gets
+    `share` of the requests, so that a slow one takes no longer."""
 
     name: str
     start: Callable[[Path, int, int, str, Path], Start]
-    requirement: str | None = None  # None: this checkout, with the Python that runs the benchmark
+    requirement: str | None = None  # None: this checkout, with the current Python
     share: float = 1.0
 
     def binaries(self, venvs: Path) -> Path:
-        """Where its commands lie; installed there first, into an environment of its own, where they do not."""
+        """Return the folder of its commands, installing it into a virtual environment on first use."""
         if self.requirement is None:
             return Path(sys.executable).parent
         folder = venvs / self.requirement.replace("[", "-").replace("]", "")
@@ -61,8 +60,8 @@ def new_key() -> str:
 
 
 def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path, root: Path = ROOT) -> Start:
-    """With all that is on by default: registry, policy, keys, metrics, audit lines and prefix hash. Its log is kept
-    apart from its configuration's folder, which it watches."""
+    """All defaults are on: registry, policy, keys, metrics, audit lines and prefix hash. The log is outside the
+    configuration's folder, which the gateway watches."""
     own = folder / "config"
     own.mkdir()
     secret = own / "secret"
@@ -77,13 +76,13 @@ def _kvrelay(folder: Path, port: int, upstream: int, key: str, binaries: Path, r
         "server": {"port": port},
         "secret_file": "secret",
     }
-    config = _written(own / "kvrelay.yaml", values)
+    config = _write_yaml(own / "kvrelay.yaml", values)
     python = str(binaries / Path(sys.executable).name)
     return Start([python, "-m", "gateway", "--config", str(config)], "/readyz", {"PYTHONPATH": str(root)})
 
 
 def kvrelay_at(root: Path) -> Peer:
-    """Another checkout of kvrelay, with the same Python and packages: before a change and after it in one run."""
+    """Another checkout of kvrelay, with the same Python and packages, to compare both in one run."""
     return Peer("kvrelay-before", partial(_kvrelay, root=root.resolve()))
 
 
@@ -95,7 +94,7 @@ def _litellm(server: str) -> Callable[[Path, int, int, str, Path], Start]:
             "general_settings": {"master_key": key},
             "litellm_settings": {"telemetry": False},
         }
-        config = _written(folder / "litellm.yaml", values)
+        config = _write_yaml(folder / "litellm.yaml", values)
         command = [str(binaries / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         chosen = ["--run_granian"] if server == "granian" else []
         return Start([*command, "--num_workers", "1", *chosen], "/health/readiness", {"LITELLM_LOG": "ERROR"})
@@ -110,7 +109,7 @@ def _vllm_router(folder: Path, port: int, upstream: int, key: str, binaries: Pat
     return Start([*command, *chosen, *metrics], "/health")
 
 
-def _written(path: Path, values: dict[str, Any]) -> Path:
+def _write_yaml(path: Path, values: dict[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 

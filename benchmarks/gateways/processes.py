@@ -1,4 +1,4 @@
-"""A server process with all its children: started, watched until it answers, what it costs, ended."""
+"""A server process and its children: start it, wait until it answers, measure it, stop it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 POLL_S = 0.05
 END_S = 10.0
-PLAIN = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # nobody stands between
+PLAIN = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxies of the environment
 
 
 class DidNotStart(RuntimeError):
-    """A server that ended, or did not answer in time; with the end of what it said."""
+    """The server exited, or did not answer in time. The message holds the end of its log."""
 
 
 class Server:
-    """A running one. What it costs is that of its whole process group."""
+    """A running server. CPU and memory are those of its whole process group."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int):
         self._process = process
@@ -32,7 +32,7 @@ class Server:
 
     @property
     def cpu_s(self) -> float:
-        """User and system time so far. Children that have ended count where their parent has waited for them."""
+        """User and system time so far, including children that have exited and been waited for."""
         return sum(_cpu_ticks(stat) for stat in self._stats()) / TICKS_PER_S
 
     @property
@@ -58,37 +58,37 @@ def _all_stats() -> Iterator[list[str]]:
             try:
                 yield (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has exited
 
 
 @contextmanager
 def running(
-    command: Sequence[str], *, port: int, ready_path: str, log: Path, env: Mapping[str, str], within_s: float = 240.0
+    command: Sequence[str], *, port: int, ready_path: str, log: Path, env: Mapping[str, str], timeout_s: float = 240.0
 ) -> Iterator[Server]:
-    """The server, from when `ready_path` answers 200 until the end of the block. Raises `DidNotStart`."""
+    """Run a server for the duration of the block, once `ready_path` answers 200. Raises `DidNotStart`."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env={**os.environ, **env}, start_new_session=True
         )
     try:
-        _wait_for(process, f"http://127.0.0.1:{port}{ready_path}", log, within_s)
+        _wait_for(process, f"http://127.0.0.1:{port}{ready_path}", log, timeout_s)
         yield Server(process, port)
     finally:
         _end(process)
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a port that is not in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path, within_s: float) -> None:
-    until = time.monotonic() + within_s
+def _wait_for(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not _answers(url):
-        if process.poll() is not None or time.monotonic() > until:
-            said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise DidNotStart(f"{process.args!r} did not answer at {url}:\n{said}")
+        if process.poll() is not None or time.monotonic() > deadline:
+            output = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise DidNotStart(f"{process.args!r} did not answer at {url}:\n{output}")
         time.sleep(POLL_S)
 
 
@@ -96,16 +96,16 @@ def _answers(url: str) -> bool:
     try:
         with PLAIN.open(url, timeout=2) as reply:
             return bool(reply.status == 200)
-    except OSError:  # urllib's errors among them
+    except OSError:  # includes urllib's errors
         return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The whole group: politely, then not."""
-    for sign, within_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+    """Stop the process group with SIGTERM, then with SIGKILL."""
+    for number, timeout_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
         try:
-            os.killpg(process.pid, sign)
-            process.wait(within_s)
+            os.killpg(process.pid, number)
+            process.wait(timeout_s)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
     process.wait(END_S)

@@ -1,10 +1,8 @@
-"""The upstream that all gateways stand in front of: an OpenAI server and a kvrelay worker at once, cheap enough to be
-no bottleneck.
+"""The upstream of all gateways: an OpenAI server and a kvrelay worker in one, cheap enough not to be the bottleneck.
 
-It answers what the last message asks for, `Say 8 words, one every 250 ms.`, whole or as a stream; without a pause the
-frames of a stream go out in one write. As from a worker, who may be told seldom gets all but the first word in one
-frame. What it knows of a prompt it has read: nothing. Yet it tells cache ids as a worker does, so that a gateway files
-and finds them.
+It answers what the last message asks for, `Say 8 words, one every 250 ms.`, whole or as a stream. Without a pause, a
+stream is sent in one write. With `interval_ms`, all words but the first are in one frame, as a worker sends them. It
+caches nothing, but returns cache ids, so that a gateway stores them and finds them again.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ MODEL = "stub"
 WORD = "word "
 PROMPT_TOKENS = 300
 ASKED = re.compile(rb"Say (\d+) words, one every (\d+) ms")
-SELDOM = re.compile(rb'"interval_ms":[1-9]')
+BUFFERED = re.compile(rb'"interval_ms":[1-9]')
 
 EPOCH = f"stub-{os.getpid()}"
 HEX = "0" * 64
@@ -61,7 +59,7 @@ class Stub(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -91,8 +89,8 @@ class Stub(asyncio.Protocol):
             return
         self._write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         opening = frame(choices=[_choice({"role": "assistant", "content": ""})])
-        ending = _ending(num_words, as_worker=b'"tenant_salt"' in body, told=b'"include_usage"' in body)
-        pieces = [WORD, WORD * (num_words - 1)] if SELDOM.search(body) and not every_ms else [WORD] * num_words
+        ending = _ending(num_words, as_worker=b'"tenant_salt"' in body, with_usage=b'"include_usage"' in body)
+        pieces = [WORD, WORD * (num_words - 1)] if BUFFERED.search(body) and not every_ms else [WORD] * num_words
         frames = [opening, *(frame(choices=[_choice({"content": piece})]) for piece in pieces), ending]
         if every_ms:
             self._write_on(iter(frames), every_ms / 1000)
@@ -136,9 +134,9 @@ def _whole(num_words: int) -> dict[str, Any]:
     return head | {"choices": [choice], "usage": _usage(num_words)}
 
 
-def _ending(num_words: int, *, as_worker: bool, told: bool) -> bytes:
+def _ending(num_words: int, *, as_worker: bool, with_usage: bool) -> bytes:
     frames = frame(choices=[_choice({}, "stop")])
-    if told or as_worker:
+    if with_usage or as_worker:
         kv = {"kv_transfer_params": _cache(num_words).model_dump()} if as_worker else {}
         frames += frame(choices=[], usage=_usage(num_words), **kv)
     return frames + b"data: [DONE]\n\n"
@@ -150,7 +148,7 @@ def _usage(num_words: int) -> dict[str, int]:
 
 
 def _cache(num_words: int) -> KVUsage:
-    """A cache of its own for every answer, as a worker makes it."""
+    """Return a new cache for every answer, as a worker does."""
     return KVUsage(
         cache_id=f"kvc-{next(CACHE_NUMBERS):032x}",
         num_tokens=PROMPT_TOKENS + num_words,
@@ -165,7 +163,7 @@ def _cache(num_words: int) -> KVUsage:
 
 
 async def serve(port: int) -> None:
-    """Until it is killed."""
+    """Serve until the process is killed."""
     server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", port, backlog=2048)
     await server.serve_forever()
 

@@ -11,10 +11,10 @@ def row(arm: str, repeat: int, ttft_ms: float, handoff_ttft_ms: float | None) ->
     return Row(arm, 512, repeat, tier, "mapped", arm == "early", ttft_ms, handoff_ttft_ms)
 
 
-def test_the_added_wait_is_counted_from_where_the_other_arm_decides() -> None:
+def test_added_wait_starts_at_the_end_arms_decision() -> None:
     rows = [row("end", 0, 5000, 1000), row("early", 0, 3900, 700)]
     rows += [row("end", 1, 6000, 1400), row("early", 1, 4700, 800)]
-    rows += [row("end", 2, 9000, None), row("early", 2, 1, 1)]  # this one the small model has answered
+    rows += [row("end", 2, 9000, None), row("early", 2, 1, 1)]  # answered by the small model
     (found,) = summary(rows)
     assert (found["questions"], found["escalated_by_both"], found["decided_at_the_end_ms"]) == (3, 2, 4300)
     assert found["added_wait_ms"] == {"end": 1200, "early": 0}
@@ -22,12 +22,12 @@ def test_the_added_wait_is_counted_from_where_the_other_arm_decides() -> None:
     assert summary(rows[4:])[0]["added_wait_ms"] == {"end": None, "early": None}
 
 
-def test_only_one_arm_decides_early() -> None:
+def test_only_the_early_arm_forecasts() -> None:
     settings = from_values(values(**two_arms({arm: arm for arm in ARMS}, -0.02)))
     end, early = (rule.then for rule in settings.chosen_policy.rules)  # type: ignore[attr-defined]
     wavering = [TokenLogprob("a", -0.1)] * 8
     assert (end.forecast(wavering), early.forecast(wavering)) == ("open", "certain")
 
 
-def test_a_family_that_is_not_there_ends_with_status_2() -> None:
+def test_unknown_family_exits_with_status_2() -> None:
     assert main(["--family", "none"]) == 2

@@ -1,4 +1,4 @@
-"""The GPU benchmark's dry run: all its steps on the CPU, the other process included."""
+"""The GPU benchmark's dry run: all its steps on the CPU, including the other process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import gpu
 
 
 @pytest.mark.slow
-def test_a_dry_run_takes_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_takes_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "gpu.json"
     assert gpu.main(["--dry-run", "--layers", "2", "--repeats", "1", "--json", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
@@ -23,6 +23,6 @@ def test_a_dry_run_takes_every_step(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_the_dry_run_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_suggests_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert "--dry-run" in capsys.readouterr().err

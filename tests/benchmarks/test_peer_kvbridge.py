@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peer_kvbridge import forward_clock, main, told, verdict
+from benchmarks.peer_kvbridge import comparison_of, forward_clock, main, verdict
 from mappers.scores import DocumentScore, paired
 from tests.mappers.pairs import llama
 
 
-def test_a_folder_without_the_peer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
-    assert f"{tmp_path} is no checkout of kvbridge" in capsys.readouterr().err
+    assert f"{tmp_path} is not a checkout of kvbridge" in capsys.readouterr().err
 
 
 def scores(losses: dict[tuple[int, int], float], arm: str = "hybrid") -> list[DocumentScore]:
@@ -29,22 +29,22 @@ THEIRS = {(document, length): document / 3 + length / 1000 for document in range
 @pytest.mark.parametrize(
     ("added", "ratio", "better"), [(-0.01, 0.99, "kvrelay"), (0.02, 1.02, "kvbridge"), (0.0, 1.0, None)]
 )
-def test_documents_are_compared_one_by_one(added: float, ratio: float, better: str | None) -> None:
-    """What all differ by shows, however much they differ from each other; the other arm plays no part."""
+def test_comparison_is_paired_by_document(added: float, ratio: float, better: str | None) -> None:
+    """A common difference shows despite large differences between documents. Other arms are ignored."""
     ours = {key: loss + added + 1e-3 * (-1) ** key[0] for key, loss in THEIRS.items()}
-    comparison = told(paired("hybrid", scores(ours) + scores(THEIRS, "mapped"), scores(THEIRS)))
+    comparison = comparison_of(paired("hybrid", scores(ours) + scores(THEIRS, "mapped"), scores(THEIRS)))
     assert comparison["ratio"] == pytest.approx(ratio, abs=0.001) and comparison["better"] == better
     assert comparison["low"] < comparison["ratio"] < comparison["high"] < comparison["low"] + 0.003
     assert [(row["document"], row["length"]) for row in comparison["by_document"]] == list(THEIRS)
     assert (f"{better} is better" if better else "a tie") in verdict(comparison)
 
 
-def test_one_document_decides_nothing() -> None:
+def test_single_document_is_a_tie() -> None:
     alone = {(0, 384): 0.1, (0, 1024): 0.1}
-    assert told(paired("hybrid", scores(alone), scores(dict.fromkeys(alone, 0.2))))["better"] is None
+    assert comparison_of(paired("hybrid", scores(alone), scores(dict.fromkeys(alone, 0.2))))["better"] is None
 
 
-def test_forward_passes_are_timed_once_however_deep_and_only_while_watched() -> None:
+def test_forward_clock_counts_nested_passes_once() -> None:
     model, ids = llama(1, 2), torch.tensor([[1, 2, 3]])
     began = time.perf_counter()
     with forward_clock() as clock:

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.throughput import ARMS, Plain, Row, Talk, main, measure, summary
+from benchmarks.throughput import ARMS, Row, Talk, TransformersGenerate, main, measure, summary
 from tests.workers.engines import tiny
 from tests.workers.server.support import serving
 from workers.api.schemas import Message
 
 
-async def test_both_arms_write_the_same_answers(tmp_path: Path) -> None:
+async def test_both_arms_return_the_same_answers(tmp_path: Path) -> None:
     folder = tiny.model_folder(tmp_path / "model")
 
     def talk(name: str) -> Talk:
         return [Message(role="user", content=f"The dog {name}?")]
 
     async with serving(folder) as served:
-        rows = await measure(served.client, Plain(folder), talk, chats=[1, 3], max_tokens=6, repeats=2)
+        rows = await measure(served.client, TransformersGenerate(folder), talk, chats=[1, 3], max_tokens=6, repeats=2)
     assert [(row.arm, row.chats, row.repeat) for row in rows] == [
         (arm, chats, repeat) for repeat in range(2) for chats in (1, 3) for arm in ARMS
     ]
@@ -25,7 +25,7 @@ async def test_both_arms_write_the_same_answers(tmp_path: Path) -> None:
     assert all(row.tokens_per_s == pytest.approx(row.tokens / row.seconds) for row in rows)
 
 
-def test_medians_of_each_number_of_chats() -> None:
+def test_summary_has_medians_per_number_of_chats() -> None:
     rates = {("worker", 1): (10, 30, 20), ("generate", 1): (16, 8, 40), ("worker", 4): (60,), ("generate", 4): (20,)}
     rows = [
         Row(arm, chats, repeat, 64, 1.0, rate, chats - repeat % 2)
@@ -38,7 +38,7 @@ def test_medians_of_each_number_of_chats() -> None:
     assert (four["chats"], four["ratio"], four["same_answers"]) == (4, 3.0, 4)
 
 
-def test_a_family_that_is_not_there_ends_with_status_2() -> None:
+def test_unknown_family_exits_with_status_2() -> None:
     assert main(["--family", "none"]) == 2
 
 
@@ -51,7 +51,7 @@ def test_a_family_that_is_not_there_ends_with_status_2() -> None:
         ("--tokens", "-1", "'-1': must be an integer of at least 1"),
     ],
 )
-def test_what_is_no_number_is_refused_by_name(
+def test_invalid_number_is_rejected_by_option(
     option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
