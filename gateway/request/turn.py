@@ -315,8 +315,8 @@ class Turn:
 
     @property
     def delivery(self) -> Attempt | None:
-        last = self.last
-        return last if last is not None and isinstance(last.step, Deliver) else None
+        attempts = self.attempts
+        return attempts[-1] if attempts and isinstance(attempts[-1].step, Deliver) else None
 
     # What follows
 
@@ -456,17 +456,19 @@ class Turn:
         num_prompt, by_tier, is_started = 0, dict[str, int](), False
         for attempt in self.attempts:
             step, stream, tier = attempt.step, attempt.stream, attempt.step.tier.name
+            if isinstance(step, Prefill) and attempt.cache is not None:
+                num_prompt = max(num_prompt, attempt.cache.num_tokens)
             if isinstance(step, Transfer):
                 num_prompt = max(num_prompt, 0 if step.is_down else step.source.num_tokens)
-            elif stream is not None:
+            if isinstance(step, Answer) and step.cache and self.is_small(step.tier) and not self.route.is_single:
+                num_prompt = max(num_prompt, 0 if step.cache.transfer else step.cache.num_tokens)
+            if stream is not None:
                 by_tier[tier] = by_tier.get(tier, 0) + stream.completion.num_written
                 if isinstance(step, Answer):
                     is_started, num_prompt = True, max(num_prompt, stream.completion.num_prompt_tokens)
-            elif attempt.was_cancelled and attempt.has_begun:
+            elif attempt.was_cancelled and attempt.has_begun and not isinstance(step, Transfer):
                 by_tier.setdefault(tier, 0)
                 is_started = True
-        if not self.route.is_single and (cache := self.small_cache) is not None:
-            num_prompt = max(num_prompt, cache.num_tokens)
         num_written = sum(by_tier.values())
         if not num_prompt and is_started:
             num_prompt = estimate_tokens(self.messages)

@@ -14,7 +14,7 @@ from tools.fake_worker import FakeWorker
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "workers")
-MAX_FRAMES = 16
+MAX_FRAMES = 12
 
 
 class Recorder(httpx.AsyncBaseTransport):

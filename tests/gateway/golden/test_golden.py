@@ -11,13 +11,6 @@ from tests.gateway.golden.store import TABLE, Turns, as_table, differences, load
 RECORDED = load()
 HINT = "If this is a wanted change: python -m tests.gateway.golden.regenerate, and read the diff."
 
-# Rows whose prompt was found in a small worker's cache. They are to be charged by the tokens of that cache, also if
-# nothing is answered; today they are charged an estimate, or nothing.
-WRONG_TODAY = {
-    "auto-escalates / small-whole / small-answer invalid / whole / 2",
-    "hang-ups / while a cached prompt is answered",
-}
-
 
 @pytest.fixture(scope="session")
 def turns(request: pytest.FixtureRequest) -> Turns:
@@ -28,9 +21,7 @@ def turns(request: pytest.FixtureRequest) -> Turns:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_as_recorded(name: str, turns: Turns, request: pytest.FixtureRequest) -> None:
-    if name in WRONG_TODAY:
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_as_recorded(name: str, turns: Turns) -> None:
     changes = list(differences(RECORDED.get(name, []), turns[name]))
     if changes:
         pytest.fail("\n  ".join([name, *changes]) + f"\n{HINT}", pytrace=False)
