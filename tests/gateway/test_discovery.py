@@ -45,12 +45,12 @@ def beat(**changes: Any) -> Heartbeat:
         (lambda: json.dumps({"beat": beat().model_dump(), "signature": "\ud800"}), False),
     ],
 )
-def test_only_what_the_cluster_has_signed_lately_counts(signed: Callable[[], str], counts: bool) -> None:
+def test_only_fresh_signed_beats_count(signed: Callable[[], str], counts: bool) -> None:
     read = Heartbeat.parse(signed(), FAKE_SECRET)
     assert (read is not None and not read.is_stale) is counts
 
 
-async def test_a_board_forgets_who_left_without_a_word(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_board_deletes_stale_beats(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         ours, theirs, raw = Board(redis.url, FAKE_SECRET), Board(redis.url, "another secret"), Redis.from_url(redis.url)
         long_ago = time.time() - MAX_AGE_S - 60
@@ -63,7 +63,7 @@ async def test_a_board_forgets_who_left_without_a_word(require_tool: Callable[[s
             await client.aclose()
 
 
-def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
+def test_worker_is_live_while_it_beats() -> None:
     living, first, later = LiveWorkers(4.0), beat(at=1.0), beat(at=2.0)
     for now in (100.0, 101.0, 102.0, 103.0):
         assert living.update([first], now) == {"large-0": first}, "the board shows its last one"
@@ -73,7 +73,7 @@ def test_a_worker_lives_as_long_as_its_beats_go_on() -> None:
     assert living.update([first], 107.5) == {}
 
 
-def test_a_lost_worker_stays_lost_while_its_last_beat_is_shown() -> None:
+def test_lost_worker_stays_lost_while_its_beat_is_on_the_board() -> None:
     living, last = LiveWorkers(4.0), beat(at=1.0)
     seen = ["large-0" in living.update([last], float(now)) for now in range(100, 120)]
     assert seen == [True] * 4 + [False] * 16
@@ -81,7 +81,7 @@ def test_a_lost_worker_stays_lost_while_its_last_beat_is_shown() -> None:
     assert living.update([again], 120.0) == {"large-0": again}
 
 
-def test_nobody_is_lost_for_a_time_in_which_nobody_looked() -> None:
+def test_pause_without_updates_loses_no_worker() -> None:
     living, first = LiveWorkers(4.0), beat(at=1.0)
     living.update([first], 100.0)
     for now in (700.0, 701.0, 702.0):
@@ -116,7 +116,7 @@ def is_there(stack: Stack) -> bool:
     return "large-0" in stack.app.state.gateway.parts.fleet.tiers["large"].workers
 
 
-async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_worker_joins_restarts_and_leaves(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         async with found(redis) as (stack, board):
             assert report(await stack.escalate())["path"] == "fallback:large_no_usable_worker", "small replaces it"
@@ -137,7 +137,7 @@ async def test_a_worker_comes_restarts_and_goes(require_tool: Callable[[str], st
             await eventually(lambda: b'target="large-0"' not in metrics.render(), within_s=20)
 
 
-async def test_its_password_comes_by_file(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_password_comes_from_a_file(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     password, path = "of sixteen and more characters", tmp_path / "password"
     path.write_text(f"{password}\n")
     path.chmod(0o600)
@@ -151,7 +151,7 @@ async def test_its_password_comes_by_file(require_tool: Callable[[str], str], tm
         create_app(from_values(unusable), FAKE_SECRET)
 
 
-async def test_a_redis_that_is_gone_takes_no_worker_with_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_lost_redis_loses_no_worker(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         async with found(redis) as (stack, board), beating(board, stack.large):
             await eventually(lambda: is_there(stack), within_s=20)
@@ -162,7 +162,7 @@ async def test_a_redis_that_is_gone_takes_no_worker_with_it(require_tool: Callab
             assert report(await stack.escalate())["tier"] == "large"
 
 
-def test_without_discovery_a_tier_needs_a_worker() -> None:
+def test_tier_requires_a_worker_without_discovery() -> None:
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
     with pytest.raises(SettingsError, match="tier 'large' has no worker"):
         from_values(values(workers=workers))

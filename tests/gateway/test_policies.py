@@ -24,7 +24,7 @@ def tokens(*logprobs: float) -> list[TokenLogprob]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("tiers", [["small"], ["small", "large"], ["small", "middle", "large"]])
-def test_every_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str]) -> None:
+def test_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str]) -> None:
     decision = build({"name": name}).decide(tiers, ASKED)
     assert decision.tier in tiers
     assert decision.policy == build({"name": name}).select(ASKED).policy.name
@@ -35,7 +35,7 @@ def test_every_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str
 
 @pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_cascades_judges(name: str, score: str) -> None:
+def test_cascade_policy_judges(name: str, score: str) -> None:
     policy = build({"name": name} | ({"score": score} if name == "confidence" else {})).select(ASKED).policy
     if policy.decide(TIERS, ASKED).route == "cascade":
         assert policy.num_judged_tokens > 0
@@ -46,7 +46,7 @@ def test_a_policy_that_cascades_judges(name: str, score: str) -> None:
 
 @pytest.mark.parametrize("name", ["confidence", "verifier"])
 @pytest.mark.parametrize("streaming", ["decide_first", "buffer", "stream_small"])
-def test_a_stream_is_never_escalated_with_stream_small(name: str, streaming: str) -> None:
+def test_stream_small_never_escalates_a_stream(name: str, streaming: str) -> None:
     policy = build({"name": name, "streaming": streaming})
     assert policy.decide(TIERS, ASKED).route == "cascade"
     streamed = policy.decide(TIERS, RequestFeatures(is_streamed=True))
@@ -83,7 +83,7 @@ def test_confidence_is_the_mean_over_the_first_tokens(logprobs: list[float], acc
         ({"score": "mean", "streaming": "buffer", "num_tokens": 1}, [-1.0, -3.0], -2.0),  # buffered: all of it
     ],
 )
-def test_other_scores(settings: dict[str, Any], logprobs: list[float], expected: float) -> None:
+def test_scores(settings: dict[str, Any], logprobs: list[float], expected: float) -> None:
     verdict = build({"name": "confidence"} | settings).judge(tokens(*logprobs))
     assert verdict.confidence == pytest.approx(expected)
 
@@ -91,14 +91,14 @@ def test_other_scores(settings: dict[str, Any], logprobs: list[float], expected:
 @pytest.mark.parametrize(
     ("told", "at_least"), [([0.5], math.log(2)), ([0.01, 0.01], math.log(100)), ([0.25] * 4, math.log(4)), ([1.0], 0)]
 )
-def test_entropy_knows_that_nothing_beyond_is_likelier_than_what_was_told(told: list[float], at_least: float) -> None:
+def test_entropy_is_a_lower_bound(told: list[float], at_least: float) -> None:
     token = TokenLogprob("a", math.log(told[0]), tuple((str(place), math.log(one)) for place, one in enumerate(told)))
     judged = build({"name": "confidence", "score": "entropy"}).judge([token])
     assert judged.confidence == pytest.approx(-at_least)
 
 
 @pytest.mark.parametrize("score", ["margin", "entropy"])
-def test_without_the_likeliest_tokens_nothing_is_trusted(score: str) -> None:
+def test_missing_top_logprobs_are_rejected(score: str) -> None:
     verdict = build({"name": "confidence", "score": score}).judge([TokenLogprob("a", 0.0)])
     assert (verdict.accept, verdict.reason, verdict.confidence) == (False, "no_logprobs", None)
 
@@ -111,7 +111,7 @@ def test_without_the_likeliest_tokens_nothing_is_trusted(score: str) -> None:
         (TokenLogprob("Well", 0.0, (("Well", 0.0),)), False, None),
     ],
 )
-def test_the_verifier_weighs_yes_against_no(reply: TokenLogprob, accept: bool, confidence: float | None) -> None:
+def test_verifier_compares_yes_with_no(reply: TokenLogprob, accept: bool, confidence: float | None) -> None:
     verdict = build({"name": "verifier", "threshold": 0.7}).judge([reply, SURE])
     assert verdict.accept is accept
     assert verdict.confidence == (confidence if confidence is None else pytest.approx(confidence))
@@ -147,7 +147,7 @@ RULES: dict[str, Any] = {
         (RequestFeatures("Why is the sky blue?", 20, tenant_tier="gold"), None, "cascade"),
     ],
 )
-def test_the_first_rule_that_holds_decides(asked: RequestFeatures, rule: str | None, route: str) -> None:
+def test_first_matching_rule_wins(asked: RequestFeatures, rule: str | None, route: str) -> None:
     policy = build(RULES)
     decision = policy.decide(TIERS, asked)
     assert (decision.rule, decision.route) == (rule, route)
@@ -156,7 +156,7 @@ def test_the_first_rule_that_holds_decides(asked: RequestFeatures, rule: str | N
     assert selected.decide(TIERS, ASKED) == decision, "the rules are not asked again"
 
 
-def test_rules_within_rules() -> None:
+def test_nested_rules() -> None:
     inner = {"name": "rules", "rules": [{"name": "short", "when": {"max_chars": 9}, "then": {"name": "fixed"}}]}
     policy = build({"name": "rules", "rules": [{"name": "all", "when": {}, "then": inner}]})
     assert policy.decide(TIERS, ASKED).rule == "short"
@@ -182,7 +182,7 @@ def test_rules_within_rules() -> None:
         ("ok thanks", "en"),
     ],
 )
-def test_languages(written: str, language: str | None) -> None:
+def test_language_detection(written: str, language: str | None) -> None:
     assert language_of(written) == language
 
 
@@ -222,18 +222,18 @@ def test_language_rule_without_its_extra_is_rejected(monkeypatch: pytest.MonkeyP
         ({"name": "rules", "otherwise": {"name": "best"}}, "policy.otherwise.name: unknown policy 'best'"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:
+def test_error_names_the_policy_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(settings)
 
 
-def test_the_tiers_of_policies_within_are_checked() -> None:
+def test_tiers_of_nested_policies_are_checked() -> None:
     policy: Policy = build({"name": "rules", "otherwise": {"name": "fixed", "tier": "huge"}})
     with pytest.raises(ValueError, match="unknown tier 'huge'; known: small, large"):
         policy.check(TIERS)
 
 
-async def test_rules_in_a_gateway() -> None:
+async def test_gateway_applies_rules() -> None:
     """The prompt is long: that rule comes first, whatever else would hold."""
     async with in_process(policy=RULES) as stack:
         reply = await stack.chat()
@@ -243,7 +243,7 @@ async def test_rules_in_a_gateway() -> None:
 
 
 @pytest.mark.parametrize("score", ["margin", "entropy"])
-async def test_a_score_over_the_likeliest_tokens_asks_for_them(score: str) -> None:
+async def test_score_requests_the_top_logprobs_it_needs(score: str) -> None:
     policy = {"name": "confidence", "score": score, "num_tokens": 3, "threshold": -0.5 if score == "entropy" else 0}
     async with in_process(policy=policy) as stack:
         reply = await stack.chat(logprobs=True, top_logprobs=1)
@@ -261,7 +261,7 @@ def verifier() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reply", ["Yes", "No", "Perhaps"])
-async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str, Any], reply: str) -> None:
+async def test_verifier_asks_the_small_model(verifier: dict[str, Any], reply: str) -> None:
     async with in_process(policy=verifier, limits={"max_concurrency_per_tier": 1, "max_queue_per_tier": 0}) as stack:
         stack.small.canned_answers = {"Right?": reply}
         answer = await stack.chat()
@@ -273,7 +273,7 @@ async def test_the_small_model_is_asked_about_its_own_answer(verifier: dict[str,
         assert stack.metric("num_requests_running", tier="small") == 0
 
 
-async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answers(verifier: dict[str, Any]) -> None:
+async def test_follow_up_holds_no_slot_during_the_escalation(verifier: dict[str, Any]) -> None:
     async with in_process(policy=verifier) as stack:
         stack.small.canned_answers = {"Right?": "No"}
         stack.large.delay("cached_chat", 10.0)
@@ -284,7 +284,7 @@ async def test_what_was_asked_about_an_answer_holds_no_place_while_another_answe
         assert report(await asking)["tier"] == "large"
 
 
-async def test_a_verifier_that_fails_is_no_error_of_the_clients(stack: Stack, verifier: dict[str, Any]) -> None:
+async def test_failed_verifier_is_not_a_client_error(stack: Stack, verifier: dict[str, Any]) -> None:
     async with in_process(policy=verifier) as stack:
         stack.small.canned_answers = {"Right?": ""}
         reply = await stack.chat([SYSTEM, {"role": "user", "content": "Anything?"}])

@@ -97,14 +97,14 @@ async def the_clocks_windows(url: str) -> None:
             assert await quotas.overspent(tenant("clocked"), asked) == used_up
 
 
-async def test_in_this_process() -> None:
+async def test_counts_in_this_process() -> None:
     await the_clocks_windows("memory://")
     async with counting("memory://") as quotas:
         await the_contract(quotas)
         await the_budgets(quotas)
 
 
-async def test_in_redis_together_and_alone_without_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_counts_in_redis_and_locally_without_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         await the_clocks_windows(redis.url)
         async with Redis.from_url(redis.url) as filed:
@@ -136,7 +136,7 @@ async def num_spent(stack: Stack) -> int:
     ("policy", "num_untold"),
     [({"name": "confidence", "num_tokens": 3}, 1), ({"name": "verifier"}, 7 + 1)],  # certain after one; whole, and No
 )
-async def test_what_was_written_and_not_told_is_charged_too(policy: dict[str, Any], num_untold: int) -> None:
+async def test_unsent_tokens_are_charged(policy: dict[str, Any], num_untold: int) -> None:
     async with in_process(tenants=COUNTING, policy=policy) as stack:
         stack.small.logprob = -9.0
         usage = (await stack.chat()).json()["usage"]
@@ -144,7 +144,7 @@ async def test_what_was_written_and_not_told_is_charged_too(policy: dict[str, An
         assert await num_spent(stack) == usage["total_tokens"] + num_untold, "the prompt only once"
 
 
-async def test_a_stream_that_breaks_off_is_charged_as_far_as_it_came() -> None:
+async def test_broken_stream_is_charged_for_what_arrived() -> None:
     async with in_process(tenants=COUNTING) as stack:
         stack.small.break_after = 5
         assert "error" in (await stack.chat(stream=True)).text
@@ -152,7 +152,7 @@ async def test_a_stream_that_breaks_off_is_charged_as_far_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("model", ["auto", "small"])
-async def test_a_client_that_hangs_up_is_charged(model: str) -> None:
+async def test_disconnected_client_is_charged(model: str) -> None:
     """Of a prompt that no worker had told the length of, about so much as its bytes say."""
     async with live_stack(tenants=COUNTING) as stack:
         stack.small.stall("cached_chat" if model == "auto" else "chat", after=4)
@@ -167,21 +167,21 @@ async def test_a_client_that_hangs_up_is_charged(model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "call"), [("auto", "prefill"), ("small", "chat")])
-async def test_a_client_that_hangs_up_before_the_first_token_is_charged(model: str, call: str) -> None:
+async def test_disconnect_before_the_first_token_is_charged(model: str, call: str) -> None:
     async with live_stack(tenants=COUNTING) as stack:
         await hang_up_once_called(stack, "/v1/chat/completions", call, model=model, messages=MESSAGES)
         assert NUM_READ <= await once_spent(stack) <= 3 * NUM_READ
 
 
 @pytest.mark.parametrize("asked", [{"messages": MESSAGES}, {"prefix": LONG}])
-async def test_a_client_that_hangs_up_on_a_prefix_is_charged(asked: dict[str, Any]) -> None:
+async def test_disconnect_during_a_prefix_call_is_charged(asked: dict[str, Any]) -> None:
     async with live_stack(tenants=COUNTING) as stack:
         await hang_up_once_called(stack, "/v1/prefix/prefill", "prefill", **asked)
         assert NUM_READ * 0.9 <= await once_spent(stack) <= 3 * NUM_READ
 
 
 @pytest.mark.parametrize("model", ["auto", "small"])
-async def test_a_client_that_hangs_up_while_it_is_queued_for_is_not_charged(model: str) -> None:
+async def test_disconnect_in_the_queue_is_not_charged(model: str) -> None:
     limits = {"max_concurrency_per_tier": 1, "max_queue_per_tier": 8}
     async with live_stack(tenants=COUNTING, limits=limits) as stack:
         stack.small.delay("prefill", 30.0)
@@ -213,7 +213,7 @@ async def once_spent(stack: Stack) -> int:
     return spent
 
 
-async def test_what_is_charged_survives_its_callers_cancellation() -> None:
+async def test_charge_survives_cancellation() -> None:
     async with counting("memory://") as quotas:
         writer = tenant("writer", tokens=100)
         spending = asyncio.create_task(quotas.charge(writer, 200))
@@ -223,7 +223,7 @@ async def test_what_is_charged_survives_its_callers_cancellation() -> None:
         assert await num_admitted(quotas, writer) == 0
 
 
-async def test_over_budget_a_rule_keeps_to_the_small_model() -> None:
+async def test_spent_budget_keeps_to_the_small_model() -> None:
     budget = {"tier": "large", "tokens": NUM_READ + 1}
     rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
     policy = {"name": "rules", "rules": [rule], "otherwise": {"name": "always_escalate"}}
@@ -235,7 +235,7 @@ async def test_over_budget_a_rule_keeps_to_the_small_model() -> None:
         assert explained.json()["rule"] == "spent"
 
 
-async def test_what_the_small_model_answers_is_on_nobody_elses_budget() -> None:
+async def test_small_answers_count_for_no_other_budget() -> None:
     budget = {"tier": "large", "tokens": 1}
     rule = {"name": "spent", "when": {"budget": budget}, "then": {"name": "fixed", "tier": "small"}}
     async with in_process(policy={"name": "rules", "rules": [rule]}) as stack:
@@ -244,7 +244,7 @@ async def test_what_the_small_model_answers_is_on_nobody_elses_budget() -> None:
         assert [report(await stack.chat())["rule"] for _ in range(2)] == [None, "spent"]
 
 
-def test_a_budget_of_a_tier_that_is_not_there_is_refused() -> None:
+def test_budget_of_unknown_tier_is_rejected() -> None:
     rule = {"name": "spent", "when": {"budget": {"tier": "huge", "tokens": 1}}, "then": {"name": "fixed"}}
     with pytest.raises(SettingsError, match="budget of unknown tier 'huge'; known: small, large"):
         from_values(values(policy={"name": "rules", "rules": [rule]}))

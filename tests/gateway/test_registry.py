@@ -73,31 +73,31 @@ def entry(number: int = 0, *, lives_s: float = 60.0) -> Entry:
     )
 
 
-async def test_what_was_put_is_found_in_order(store: Registry) -> None:
+async def test_entries_are_returned_in_order(store: Registry) -> None:
     one, two = entry(1), entry(2)
     await store.put_many({"order-1": one, "order-2": two})
     assert await store.get_many(["order-2", "absent", "order-1"]) == [two, None, one]
 
 
-async def test_nothing_is_asked_for(store: Registry) -> None:
+async def test_empty_calls(store: Registry) -> None:
     assert await store.get_many([]) == []
     await store.put_many({})
 
 
-async def test_a_later_entry_replaces_the_earlier(store: Registry) -> None:
+async def test_later_entry_replaces_earlier(store: Registry) -> None:
     await store.put_many({"replace": entry(1)})
     await store.put_many({"replace": (later := entry(2))})
     assert await store.get_many(["replace"]) == [later]
 
 
-async def test_an_entry_expires(store: Registry) -> None:
+async def test_entry_expires(store: Registry) -> None:
     await store.put_many({"brief": entry(lives_s=0.15), "past": entry(lives_s=-1.0)})
     assert (await store.get_many(["brief", "past"]))[1] is None
     await asyncio.sleep(0.2)
     assert await store.get_many(["brief"]) == [None]
 
 
-async def test_only_the_very_entry_is_forgotten(store: Registry) -> None:
+async def test_forget_deletes_only_the_given_entry(store: Registry) -> None:
     stale, fresh = entry(1), entry(2)
     await store.put_many({"forget": fresh})
     await store.forget("forget", stale)
@@ -107,14 +107,14 @@ async def test_only_the_very_entry_is_forgotten(store: Registry) -> None:
     assert await store.get_many(["forget"]) == [None]
 
 
-async def test_operations_are_told(store: Registry, ops: Ops) -> None:
+async def test_operations_are_reported(store: Registry, ops: Ops) -> None:
     await store.put_many({"told": entry()})
     await store.get_many(["told"])
     await store.forget("told", entry())
     assert ops == [("put", "ok"), ("get", "ok"), ("forget", "ok")]
 
 
-async def test_memory_is_bounded_and_keeps_what_was_used_last() -> None:
+async def test_memory_evicts_least_recently_used() -> None:
     store = registry.connect(RegistrySettings(max_entries=2), lambda op, result: None)
     await store.put_many({"a": entry(1), "b": entry(2)})
     await store.get_many(["a"])
@@ -130,7 +130,7 @@ async def test_two_gateways_share_a_redis(shared_redis: RedisProcess) -> None:
     await other.aclose()
 
 
-async def test_a_password_comes_by_file(require_tool: Callable[[str], str], tmp_path: Path, ops: Ops) -> None:
+async def test_password_comes_from_a_file(require_tool: Callable[[str], str], tmp_path: Path, ops: Ops) -> None:
     password, path = "p@ss/word:with?marks", tmp_path / "password"
     path.write_text(f"{password}\n")
     path.chmod(0o600)
@@ -143,7 +143,7 @@ async def test_a_password_comes_by_file(require_tool: Callable[[str], str], tmp_
             await store.aclose()
 
 
-async def test_a_new_password_is_taken_up_by_a_reload(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_reload_applies_a_new_password(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     path = tmp_path / "password"
 
     def write(password: str) -> None:
@@ -171,7 +171,7 @@ async def test_a_new_password_is_taken_up_by_a_reload(require_tool: Callable[[st
             await eventually(lambda: not any(one.is_connected for one in connections))
 
 
-async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: Ops) -> None:
+async def test_unreadable_entry_is_a_miss(shared_redis: RedisProcess, ops: Ops) -> None:
     async with redis.asyncio.from_url(shared_redis.url) as raw:
         await raw.set(f"{KEY_PREFIX}broken", b"{not json")
         await raw.set(f"{KEY_PREFIX}other", b'{"cache_id": "x"}')
@@ -181,7 +181,7 @@ async def test_what_nobody_can_read_is_a_miss(shared_redis: RedisProcess, ops: O
     await store.aclose()
 
 
-async def test_a_frozen_redis_costs_one_timeout_once(own_redis: RedisProcess, ops: Ops) -> None:
+async def test_frozen_redis_costs_one_timeout(own_redis: RedisProcess, ops: Ops) -> None:
     timeout_s, others = 0.5, 40
     store = filed_in(own_redis, ops, timeout_s)
     await store.put_many({"key": (filed := entry())})
@@ -198,7 +198,7 @@ async def test_a_frozen_redis_costs_one_timeout_once(own_redis: RedisProcess, op
     await store.aclose()
 
 
-async def test_a_dead_redis_is_a_miss_and_comes_back(own_redis: RedisProcess, ops: Ops, tmp_path: Path) -> None:
+async def test_dead_redis_is_a_miss_until_it_is_back(own_redis: RedisProcess, ops: Ops, tmp_path: Path) -> None:
     timeout_s = 2.0
     store = filed_in(own_redis, ops, timeout_s)
     await store.put_many({"key": entry()})
@@ -212,7 +212,7 @@ async def test_a_dead_redis_is_a_miss_and_comes_back(own_redis: RedisProcess, op
     await store.aclose()
 
 
-async def test_a_cancelled_caller_leaves_the_connection_clean(shared_redis: RedisProcess) -> None:
+async def test_cancelled_caller_leaves_the_connection_clean(shared_redis: RedisProcess) -> None:
     """The answer to a cancelled question is never read as the answer to the next one."""
     store = filed_in(shared_redis)
     await store.put_many({f"cancel-{number}": entry(number) for number in range(50)})
@@ -227,7 +227,7 @@ async def test_a_cancelled_caller_leaves_the_connection_clean(shared_redis: Redi
     await store.aclose()
 
 
-async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess) -> None:
+async def test_request_succeeds_with_a_frozen_redis(own_redis: RedisProcess) -> None:
     """Which costs it one operation's time, however much it wants of it: prefixes, a minute's limits, a budget."""
     budget = {"name": "spent", "when": {"budget": {"tier": "large", "tokens": 1000}}, "then": {"name": "fixed"}}
     tenants = {"default": {"requests_per_minute": 1000, "tokens_per_minute": 1_000_000}}
@@ -245,7 +245,7 @@ async def test_a_request_does_not_notice_a_frozen_redis(own_redis: RedisProcess)
         own_redis.thaw()
 
 
-async def test_a_redis_that_was_never_there_stops_nothing(tmp_path: Path) -> None:
+async def test_gateway_starts_without_redis(tmp_path: Path) -> None:
     async with in_process(registry={"url": "redis://127.0.0.1:9/0"}) as stack:
         assert text(await stack.chat()) == right_answer(stack.small, MESSAGES)
 
@@ -274,7 +274,7 @@ async def eventually_found(store: Registry, key: str, expected: Entry) -> None:
 
 
 
-async def test_a_probe_that_fails_with_anything_tries_again() -> None:
+async def test_probe_survives_any_exception() -> None:
     """A client library may raise what it never said it would."""
     failures: list[Exception] = [RuntimeError("no running loop"), ValueError("not a reply")]
 

@@ -31,7 +31,7 @@ def of(stack: Stack) -> Gateway:
     return found
 
 
-async def test_a_request_sees_one_configuration_from_beginning_to_end() -> None:
+async def test_request_keeps_its_configuration() -> None:
     async with live_stack(policy=SMALL, deadlines={"request_s": 20.0}) as stack:
         stack.small.token_s = 0.15
         under_way = asyncio.create_task(stack.chat())
@@ -59,7 +59,7 @@ def loop_of(stack: Stack) -> asyncio.AbstractEventLoop:
     return watch.get_loop()
 
 
-async def test_what_did_not_change_is_kept_with_all_that_it_learnt(stack: Stack) -> None:
+async def test_unchanged_worker_keeps_its_state(stack: Stack) -> None:
     first = await stack.chat()
     small = of(stack).parts.fleet.tiers["small"].workers["small-0"]
     await of(stack).reload(from_values(values(policy=LARGE)))
@@ -73,7 +73,7 @@ async def test_what_did_not_change_is_kept_with_all_that_it_learnt(stack: Stack)
     assert stack.metric("config_generation") == of(stack).current.generation == 3
 
 
-async def test_a_new_worker_is_known_before_it_is_asked() -> None:
+async def test_new_worker_is_checked_before_use() -> None:
     """One that nobody has looked at would leave its tier out of /readyz."""
     only_small = {"tiers": values()["tiers"][:1], "workers": {"small-0": values()["workers"]["small-0"]}}
     async with in_process(**only_small) as stack:
@@ -90,7 +90,7 @@ async def test_a_new_worker_is_known_before_it_is_asked() -> None:
         ({"secret_file": "other"}, "secret_file: cannot be changed while the gateway runs"),
     ],
 )
-async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
+async def test_unsafe_or_restart_only_change_is_rejected(
     stack: Stack, changes: dict[str, Any], message: str
 ) -> None:
     before = of(stack).current
@@ -100,7 +100,7 @@ async def test_what_needs_a_restart_or_is_not_safe_changes_nothing(
     assert report(await stack.chat())["policy"] == "confidence"
 
 
-async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: Path) -> None:
+async def test_workers_change_while_secrets_are_unreadable(tmp_path: Path) -> None:
     key, password = (tmp_path / name for name in ("key", "password"))
     for path in (key, password):
         path.write_text(KEY)
@@ -117,7 +117,7 @@ async def test_workers_come_and_go_though_no_secret_can_be_read_anew(tmp_path: P
         assert told_by_admin.status_code == 200
 
 
-async def test_reading_holds_up_no_request_and_the_latest_counts(stack: Stack) -> None:
+async def test_slow_read_delays_no_request_and_the_latest_wins(stack: Stack) -> None:
     may_be_read, policies = threading.Event(), iter([LARGE, SMALL])
 
     def read() -> Settings:
@@ -135,7 +135,7 @@ async def test_reading_holds_up_no_request_and_the_latest_counts(stack: Stack) -
 
 
 @pytest.mark.parametrize("error", [SettingsError("policy.name: unknown"), RuntimeError("a bug")])
-async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, error: Exception) -> None:
+async def test_rejected_configuration_is_counted(stack: Stack, error: Exception) -> None:
     def read() -> Any:
         raise error
 
@@ -145,7 +145,7 @@ async def test_a_configuration_that_cannot_be_used_is_counted(stack: Stack, erro
     assert stack.metric("config_generation") == 1
 
 
-def test_a_secret_that_differs_is_named() -> None:
+def test_changed_secret_is_rejected() -> None:
     held = {"secret_file": "first"}
     source = ConfigSource(Path("nowhere"), lambda: from_values(values()), lambda settings: dict(held))
     source.read()
@@ -157,7 +157,7 @@ def test_a_secret_that_differs_is_named() -> None:
 ONLY_LARGE = {"tiers": values()["tiers"][1:], "workers": {"large-0": values()["workers"]["large-0"]}}
 
 
-async def test_what_was_removed_and_added_again_is_still_measured(stack: Stack) -> None:
+async def test_worker_added_again_is_still_measured(stack: Stack) -> None:
     with of(stack).current:
         for changes in (ONLY_LARGE, {}):
             await of(stack).reload(from_values(values(policy=LARGE, **changes)))
@@ -165,7 +165,7 @@ async def test_what_was_removed_and_added_again_is_still_measured(stack: Stack) 
     assert 'kvrelay_circuit_state{target="small-0"} 0.0' in (await stack.http.get("/metrics")).text
 
 
-async def test_a_fleet_does_not_outlive_its_successor(stack: Stack) -> None:
+async def test_old_fleet_is_garbage_collected(stack: Stack) -> None:
     await of(stack).reload(from_values(values(policy=LARGE)))
     second = weakref.ref(of(stack).parts.fleet)
     await of(stack).reload(from_values(values(policy=SMALL)))
@@ -186,7 +186,7 @@ class Silent(httpx.AsyncBaseTransport):
         self.is_closed = True
 
 
-async def test_a_reload_that_is_broken_off_leaves_nothing_open() -> None:
+async def test_cancelled_reload_leaves_nothing_open() -> None:
     silent = Silent()
     more = values()["workers"] | {"large-1": {"tier": "large", "url": "http://large-1"}}
     async with in_process({"large-1": silent}) as stack:
@@ -200,7 +200,7 @@ async def test_a_reload_that_is_broken_off_leaves_nothing_open() -> None:
         assert report(await stack.chat())["tier"] == "small", "what both have stays open"
 
 
-async def test_the_end_can_be_cancelled_while_a_watch_does_not_end() -> None:
+async def test_stop_can_be_cancelled_while_the_watch_hangs() -> None:
     other, let_go = Gateway(from_values(values()), FAKE_SECRET, {}), asyncio.Event()
 
     async def stubborn() -> None:
@@ -221,7 +221,7 @@ async def test_the_end_can_be_cancelled_while_a_watch_does_not_end() -> None:
     await other.stop()
 
 
-async def test_a_change_during_the_start_is_not_missed(stack: Stack, tmp_path: Path) -> None:
+async def test_change_during_start_is_applied(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "kvrelay.yaml"
     path.write_text("before")
     source = ConfigSource(path, lambda: from_values(values(policy=LARGE)))
@@ -232,7 +232,7 @@ async def test_a_change_during_the_start_is_not_missed(stack: Stack, tmp_path: P
     assert stack.metric("config_generation") == 2
 
 
-async def test_a_watch_that_fails_is_counted_and_begun_again(stack: Stack, tmp_path: Path) -> None:
+async def test_failed_watch_is_counted_and_restarted(stack: Stack, tmp_path: Path) -> None:
     path = tmp_path / "mounted" / "kvrelay.yaml"
     async with reloading(of(stack), ConfigSource(path, lambda: from_values(values(policy=LARGE)))):
         await eventually(lambda: stack.metric("config_reload_total", result="failed") >= 1)
@@ -241,7 +241,7 @@ async def test_a_watch_that_fails_is_counted_and_begun_again(stack: Stack, tmp_p
         await eventually(lambda: stack.metric("config_generation") == 2, within_s=20)
 
 
-async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
+async def test_reload_under_load_loses_no_request(tmp_path: Path) -> None:
     with workers() as (small, _, section):
         config = configured(tmp_path, workers=section, policy=SMALL)
         with gateway(config) as (process, url):
@@ -263,7 +263,7 @@ async def test_the_file_changes_under_load_and_no_request_is_lost(tmp_path: Path
                 assert await tier_of(http) == "small"
 
 
-async def test_a_secret_that_was_rotated_is_not_taken_for_taken_up(tmp_path: Path) -> None:
+async def test_rotated_secret_is_rejected_not_ignored(tmp_path: Path) -> None:
     with workers() as (_, _, section):
         config = configured(tmp_path, workers=section, policy=SMALL)
         with gateway(config) as (process, url):

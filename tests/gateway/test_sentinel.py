@@ -24,7 +24,7 @@ TIMEOUT_MS = 100
 MOST_S = 60.0  # on a busy machine; else a few seconds
 
 
-async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+async def test_requests_succeed_during_a_failover(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with watched_redis(require_tool("redis-server"), tmp_path) as redis:
         async with in_process(
             registry={"url": redis.url, "timeout_ms": TIMEOUT_MS},
@@ -56,7 +56,7 @@ async def test_requests_go_on_while_the_master_fails_over(require_tool: Callable
                 assert await answered() in ("exact", "prefill")
 
 
-async def test_more_operations_than_connections_wait_for_one(
+async def test_operations_wait_for_a_free_connection(
     require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
     ops: list[str] = []

@@ -25,7 +25,7 @@ def written(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_the_smallest_file(tmp_path: Path) -> None:
+def test_smallest_file_has_defaults(tmp_path: Path) -> None:
     settings = load(
         written(tmp_path, {"tiers": [{"name": "small", "model": "m"}], "workers": {"small-0": WORKER}})
     )
@@ -36,13 +36,13 @@ def test_the_smallest_file(tmp_path: Path) -> None:
     assert not settings.requires_keys
 
 
-def test_keys_of_the_worker_pass(tmp_path: Path) -> None:
+def test_worker_keys_are_ignored(tmp_path: Path) -> None:
     worker = WORKER | {"model": "models/smol-small", "engine": "transformers", "pool_bytes": "512MiB"}
     settings = from_values(values(tiers=[{"name": "small", "model": "m"}], workers={"small-0": worker}))
     assert settings.workers["small-0"].url == WORKER["url"]
 
 
-def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_overrides_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVRELAY_REGISTRY__URL", "redis://cache:6379/0")
     monkeypatch.setenv("KVRELAY_SECRET_FILE", "/run/secrets/kvrelay")
     settings = load(written(tmp_path, values()))
@@ -50,7 +50,7 @@ def test_the_environment_stands_above_the_file(monkeypatch: pytest.MonkeyPatch, 
     assert str(settings.secret_file) == "/run/secrets/kvrelay"
 
 
-def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_LIMITS", "{not json")
     with pytest.raises(SettingsError, match="limits.*must hold JSON"):
         from_values(values())
@@ -122,7 +122,7 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"server": {"port": 70000}}, "server.port: .* less than or equal to 65535, got 70000"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+def test_error_names_the_setting_and_what_is_allowed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         from_values(values(**changes))
 
@@ -142,7 +142,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
         {"discovery": {"url": "redis+cluster://user:hidden@h"}},
     ],
 )
-def test_no_key_and_no_password_is_told(changes: dict[str, Any]) -> None:
+def test_error_never_holds_a_key_or_password(changes: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=f"^{next(iter(changes))}") as refused:
         from_values(values(**changes))
     assert "hidden" not in refused.value.message
@@ -159,7 +159,7 @@ DURATIONS = [(section, name) for section, kind in TIMED.items() for name in kind
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
 @pytest.mark.parametrize(("section", "name"), DURATIONS)
-def test_every_wait_comes_to_an_end(section: str, name: str, value: float) -> None:
+def test_durations_must_be_finite_and_positive(section: str, name: str, value: float) -> None:
     fields = {name: value} | ({"url": "redis://h"} if section == "discovery" else {})
     with pytest.raises(SettingsError, match=f"^{section}.{name}: .*(finite|greater|less) .*, got {value}$"):
         from_values(values(**{section: fields}))
@@ -187,7 +187,7 @@ policy: &again {name: rules, otherwise: *again}
         ("", "must be a mapping"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_file_is_rejected(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load(written(tmp_path, content))
 
@@ -200,13 +200,13 @@ workers:
 """
 
 
-def test_what_a_mapping_is_merged_with_does_not_stand_twice(tmp_path: Path) -> None:
+def test_merge_key_is_not_a_duplicate(tmp_path: Path) -> None:
     workers = load(written(tmp_path, MERGED)).workers
     assert [worker.url[-4:] for worker in workers.values()] == ["8101", "8102"]
 
 
 @pytest.mark.parametrize(("section", "ends"), [("bundles: [", "]"), ("policy: {name: fixed, tier: [", "]}")])
-def test_lines_that_amount_to_billions_of_items_are_told_shortly(tmp_path: Path, section: str, ends: str) -> None:
+def test_huge_value_is_shortened_in_the_error(tmp_path: Path, section: str, ends: str) -> None:
     doubled = ", ".join(f"&a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 60))
     rest = yaml.safe_dump({name: value for name, value in values().items() if name not in section})
     with pytest.raises(SettingsError) as refused:
@@ -214,18 +214,18 @@ def test_lines_that_amount_to_billions_of_items_are_told_shortly(tmp_path: Path,
     assert len(refused.value.message) < 20_000
 
 
-def test_no_line_of_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+def test_yaml_error_never_holds_a_line_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="not valid YAML in line 1") as refused:
         load(written(tmp_path, "registry: {url: redis://:hidden@h, : ]"))
     assert "hidden" not in refused.value.message
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot read the configuration .*nowhere.yaml"):
         load(tmp_path / "nowhere.yaml")
 
 
-def test_settings_are_frozen() -> None:
+def test_settings_are_immutable() -> None:
     settings = from_values(values())
     with pytest.raises(ValueError, match="frozen"):
         settings.deadlines.request_s = 1.0

@@ -44,7 +44,7 @@ async def ask(stack: Stack, tenant: str, messages: list[dict[str, Any]] = MESSAG
     [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic key-of-acme"}, {"authorization": "Bearer "}],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/cascade/explain", "/v1/models", "/v1/models/auto"])
-async def test_without_a_known_key_nothing_is_answered(stack: Stack, headers: dict[str, str], path: str) -> None:
+async def test_unknown_or_missing_key_is_rejected(stack: Stack, headers: dict[str, str], path: str) -> None:
     method = "GET" if "models" in path else "POST"
     reply = await stack.http.request(method, path, headers=headers)
     assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
@@ -57,7 +57,7 @@ async def test_health_needs_no_key(stack: Stack) -> None:
         assert (await stack.http.get(path)).status_code == 200
 
 
-async def test_every_tenant_has_its_own_salt(stack: Stack) -> None:
+async def test_each_tenant_has_its_own_salt(stack: Stack) -> None:
     for tenant in KEYS:
         await ask(stack, tenant)
     salts = {body["tenant_salt"] for body in stack.small.requests("prefill")}
@@ -65,7 +65,7 @@ async def test_every_tenant_has_its_own_salt(stack: Stack) -> None:
     assert not salts & {hashlib.sha256(name.encode()).hexdigest() for name in KEYS}, "not to be had without the secret"
 
 
-async def test_a_salt_of_the_clients_is_overwritten(stack: Stack) -> None:
+async def test_client_salt_is_overwritten(stack: Stack) -> None:
     await ask(stack, "acme")
     await ask(stack, "acme", tenant_salt="ab" * 32, cache_salt="cd" * 32, model="large")
     salts = {body["tenant_salt"] for body in stack.small.requests("prefill") + stack.large.requests("chat")}
@@ -73,7 +73,7 @@ async def test_a_salt_of_the_clients_is_overwritten(stack: Stack) -> None:
     assert salts.isdisjoint({"ab" * 32, "cd" * 32})
 
 
-async def test_one_tenant_never_gets_the_others_cache(stack: Stack) -> None:
+async def test_tenants_never_share_caches(stack: Stack) -> None:
     await ask(stack, "acme")
     reply = await ask(stack, "default")
     assert report(reply)["cached_tokens"] == 0
@@ -82,7 +82,7 @@ async def test_one_tenant_never_gets_the_others_cache(stack: Stack) -> None:
     assert report(again)["cached_tokens"] > 0
 
 
-async def test_an_id_of_another_tenant_is_refused_by_the_worker_and_forgotten(
+async def test_worker_rejects_another_tenants_cache_id(
     require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
     """Somebody who writes to Redis files acme's cache under a prefix of default's."""
@@ -119,7 +119,7 @@ async def plant(stack: Stack, **changes: Any) -> None:
 LIMITED = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"requests_per_minute": 3}}
 
 
-async def test_a_minute_has_so_many_requests_each_tenant_its_own() -> None:
+async def test_requests_per_minute_are_limited_per_tenant() -> None:
     async with in_process(tenants=LIMITED) as stack:
         for _ in range(3):
             assert (await ask(stack, "acme")).status_code == 200
@@ -130,7 +130,7 @@ async def test_a_minute_has_so_many_requests_each_tenant_its_own() -> None:
         assert (await ask(stack, "default")).status_code == 200
 
 
-async def test_tokens_are_counted_when_they_are_known() -> None:
+async def test_tokens_are_counted_at_the_end() -> None:
     tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"tokens_per_minute": 700}}
     async with in_process(tenants=tenants) as stack:
         assert (await ask(stack, "acme")).json()["usage"]["total_tokens"] in range(600, 700)
@@ -142,7 +142,7 @@ async def test_tokens_are_counted_when_they_are_known() -> None:
 ONLY = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["fake-large"]}}
 
 
-async def test_a_tenant_uses_the_models_that_it_may() -> None:
+async def test_tenant_is_limited_to_its_models() -> None:
     async with in_process(tenants=ONLY) as stack:
         assert report(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
         assert not stack.small.requests("prefill"), "the small model does not even read for it"
@@ -165,7 +165,7 @@ async def test_a_tenant_uses_the_models_that_it_may() -> None:
         ("/v1/models/gpt-17", None, 404),
     ],
 )
-async def test_a_refusal_names_no_model_that_the_key_is_not_told_of(
+async def test_rejection_names_only_allowed_models(
     path: str, body: dict[str, Any] | None, status: int
 ) -> None:
     tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["small"]}}
@@ -175,7 +175,7 @@ async def test_a_refusal_names_no_model_that_the_key_is_not_told_of(
         assert "small" in reply.json()["error"]["message"] and "large" not in reply.text
 
 
-async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_prompt(stack: Stack) -> None:
+async def test_cache_access_is_logged_without_prompt_text(stack: Stack) -> None:
     with capture_logs([add_request_id]) as logged:
         reply = await ask(stack, "acme", kvrelay={"policy": "always_escalate"})
     lines = [line for line in logged if line["event"] == "cache_access"]
@@ -194,7 +194,7 @@ async def test_every_access_to_a_cache_leaves_a_line_without_a_word_of_the_promp
         assert word not in str(logged)
 
 
-async def test_a_cache_that_is_read_to_judge_or_kept_of_a_rejected_answer_leaves_a_line_too() -> None:
+async def test_judging_and_rejected_answers_are_logged_too() -> None:
     async with in_process(policy={"name": "verifier", "question": "Right?"}) as stack:
         stack.small.canned_answers = {"Right?": "No"}
         with capture_logs() as logged:
@@ -204,13 +204,13 @@ async def test_a_cache_that_is_read_to_judge_or_kept_of_a_rejected_answer_leaves
     assert lines == [("written", read), ("read", read), ("read", kept), ("written", kept)]
 
 
-async def test_without_keys_everyone_on_the_loopback_is_the_default_tenant() -> None:
+async def test_loopback_without_keys_is_the_default_tenant() -> None:
     async with in_process() as stack:
         assert (await stack.chat()).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-def test_an_address_that_others_reach_needs_keys(host: str) -> None:
+def test_public_address_requires_keys(host: str) -> None:
     open_to_all = values(server={"host": host})
     with pytest.raises(SettingsError, match=r"server\.host.*api_keys"):
         create_app(from_values(open_to_all), FAKE_SECRET)
@@ -218,11 +218,11 @@ def test_an_address_that_others_reach_needs_keys(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
-def test_the_loopback_does_not(host: str) -> None:
+def test_loopback_requires_no_keys(host: str) -> None:
     create_app(from_values(values(server={"host": host})), FAKE_SECRET)
 
 
-def test_the_secret_is_refused_where_others_can_read_it(tmp_path: Path) -> None:
+def test_secret_readable_by_others_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * 40 + "\n")
     path.chmod(0o600)
@@ -233,7 +233,7 @@ def test_the_secret_is_refused_where_others_can_read_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "short", "x" * 20 + "\n" + "y" * 20, "ü" * 40])
-def test_a_secret_that_is_none(tmp_path: Path, content: str) -> None:
+def test_malformed_secret_is_rejected(tmp_path: Path, content: str) -> None:
     path = tmp_path / "secret"
     path.write_text(content)
     path.chmod(0o600)
@@ -241,6 +241,6 @@ def test_a_secret_that_is_none(tmp_path: Path, content: str) -> None:
         read_secret(path)
 
 
-def test_a_secret_that_is_missing(tmp_path: Path) -> None:
+def test_missing_secret_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot read .*nowhere"):
         read_secret(tmp_path / "nowhere")

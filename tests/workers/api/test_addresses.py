@@ -14,7 +14,7 @@ HOSTS = ("127.0.0.1", "localhost", "", "0.0.0.0", pytest.param("::1", marks=V6),
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_who_listens_is_reached_by_its_url(host: str) -> None:
+def test_listener_is_reached_by_its_url(host: str) -> None:
     with listen(host, 0, backlog=1) as listener:
         port = listener.getsockname()[1]
         reached = http_address(http_url(host, port))
@@ -25,6 +25,6 @@ def test_who_listens_is_reached_by_its_url(host: str) -> None:
 
 @V6
 @pytest.mark.parametrize("by", ["127.0.0.1", "::1"])
-def test_every_address_is_also_ipv4(by: str) -> None:
+def test_wildcard_ipv6_includes_ipv4(by: str) -> None:
     with listen("::", 0, backlog=1) as listener:
         socket.create_connection((by, listener.getsockname()[1]), timeout=5).close()

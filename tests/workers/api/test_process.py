@@ -18,7 +18,7 @@ for _ in tqdm(range(3), desc="Loading weights"):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_bars_are_drawn_on_a_terminal_only(is_terminal: bool) -> None:
+def test_progress_bars_appear_on_a_terminal_only(is_terminal: bool) -> None:
     reader, writer = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:
         termios.tcsetwinsize(writer, (24, 80))

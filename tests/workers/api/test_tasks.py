@@ -33,7 +33,7 @@ class Stubborn:
 
 @pytest.mark.parametrize("error", [None, ValueError("planted")])
 @pytest.mark.parametrize("lost", [0, 1, 3])
-async def test_a_task_ends_even_if_it_loses_cancellations(lost: int, error: Exception | None) -> None:
+async def test_swallowed_cancellation_is_repeated(lost: int, error: Exception | None) -> None:
     stubborn = Stubborn(lost, error)
     task = asyncio.create_task(stubborn.run())
     await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_a_task_ends_even_if_it_loses_cancellations(lost: int, error: Exce
     assert task.done() and stubborn.cleaned_up
 
 
-async def test_who_is_cancelled_while_ending_a_task_asks_it_once_more() -> None:
+async def test_cancelled_caller_cancels_the_task_once_more() -> None:
     stubborn = Stubborn(lost=1, error=None)
     task = asyncio.create_task(stubborn.run())
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_who_is_cancelled_while_ending_a_task_asks_it_once_more() -> None:
     assert ending.cancelled() and stubborn.cleaned_up
 
 
-async def test_a_task_that_is_done_stays_as_it_is() -> None:
+async def test_finished_task_is_left_alone() -> None:
     task = asyncio.create_task(asyncio.sleep(0, "told"))
     await task
     await cancel_and_wait(task)
