@@ -1,4 +1,4 @@
-"""Workers that are found by their heartbeats: they come, go, restart; and nobody's beats count but the cluster's."""
+"""Discovery: workers join, leave and restart by their heartbeats, and only signed beats count."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ async def test_board_deletes_stale_beats(require_tool: Callable[[str], str], tmp
 def test_worker_is_live_while_it_beats() -> None:
     living, first, later = LiveWorkers(4.0), beat(at=1.0), beat(at=2.0)
     for now in (100.0, 101.0, 102.0, 103.0):
-        assert living.update([first], now) == {"large-0": first}, "the board shows its last one"
+        assert living.update([first], now) == {"large-0": first}, "the last beat of the worker"
     for now in (103.5, 104.5, 105.5, 106.5):
         assert living.update([later], now) == {"large-0": later}
-    assert living.update([first], 107.4) == {"large-0": later}, "an earlier one that is put there again is not taken"
+    assert living.update([first], 107.4) == {"large-0": later}, "a replayed earlier beat is ignored"
     assert living.update([first], 107.5) == {}
 
 
@@ -90,8 +90,8 @@ def test_pause_without_updates_loses_no_worker() -> None:
 
 
 @asynccontextmanager
-async def found(redis: RedisProcess, **changes: str) -> AsyncIterator[tuple[Stack, Board]]:
-    """A stack that is configured with its small worker only, and where heartbeats are put."""
+async def discovering_stack(redis: RedisProcess, **changes: str) -> AsyncIterator[tuple[Stack, Board]]:
+    """A stack with only its small worker configured, and the board for heartbeats."""
     workers = {"small-0": {"tier": "small", "url": "http://small-0"}}
     discovery = {"url": redis.url, "beat_s": BEAT_S, "lost_after_s": LOST_AFTER_S} | changes
     board = Board(redis.url, FAKE_SECRET)
@@ -102,7 +102,7 @@ async def found(redis: RedisProcess, **changes: str) -> AsyncIterator[tuple[Stac
 
 @asynccontextmanager
 async def beating(board: Board, worker: FakeWorker) -> AsyncIterator[None]:
-    """The heartbeats of a worker, as long as Redis takes them."""
+    """Send the heartbeats of a worker while Redis accepts them."""
 
     async def beat_once() -> None:
         with suppress(RedisError):
@@ -118,7 +118,7 @@ def is_there(stack: Stack) -> bool:
 
 async def test_worker_joins_restarts_and_leaves(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
-        async with found(redis) as (stack, board):
+        async with discovering_stack(redis) as (stack, board):
             assert report(await stack.escalate())["path"] == "fallback:large_no_usable_worker", "small replaces it"
             forger = Board(redis.url, "another secret")
             await forger.put(beat(worker="large-9"))
@@ -143,7 +143,7 @@ async def test_password_comes_from_a_file(require_tool: Callable[[str], str], tm
     path.chmod(0o600)
     with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
         board = Board(with_password(redis.url, password), FAKE_SECRET)
-        async with found(redis, password_file=str(path)) as (stack, _), beating(board, stack.large):
+        async with discovering_stack(redis, password_file=str(path)) as (stack, _), beating(board, stack.large):
             await eventually(lambda: is_there(stack), within_s=20)
         await board.aclose()
     unusable = values(discovery={"url": "redis://h", "password_file": str(tmp_path / "nowhere")})
@@ -153,7 +153,7 @@ async def test_password_comes_from_a_file(require_tool: Callable[[str], str], tm
 
 async def test_lost_redis_loses_no_worker(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
-        async with found(redis) as (stack, board), beating(board, stack.large):
+        async with discovering_stack(redis) as (stack, board), beating(board, stack.large):
             await eventually(lambda: is_there(stack), within_s=20)
             redis.kill()
             failed = partial(stack.metric, "registry_ops_total", op="heartbeats", result="error")

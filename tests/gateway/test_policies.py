@@ -18,7 +18,7 @@ UNSURE = TokenLogprob("No", -9.0, (("Yes", -9.1), ("No", -9.0)))
 
 
 def tokens(*logprobs: float) -> list[TokenLogprob]:
-    """Each written with the rest of the probability on one other token."""
+    """Tokens with these log-probabilities; the rest of the probability is on one other token."""
     return [TokenLogprob("a", one, (("a", one), ("b", math.log(max(1e-9, 1 - math.exp(one)))))) for one in logprobs]
 
 
@@ -30,7 +30,7 @@ def test_policy_routes_within_the_allowed_tiers(name: str, tiers: list[str]) -> 
     assert decision.policy == build({"name": name}).select(ASKED).policy.name
     assert decision.route in ("answer", "cascade", "escalate")
     if len(tiers) == 1:
-        assert decision.route == "answer", "there is nobody to escalate to"
+        assert decision.route == "answer", "there is no tier to escalate to"
 
 
 @pytest.mark.parametrize("score", ["mean", "quantile", "margin", "entropy"])
@@ -89,10 +89,12 @@ def test_scores(settings: dict[str, Any], logprobs: list[float], expected: float
 
 
 @pytest.mark.parametrize(
-    ("told", "at_least"), [([0.5], math.log(2)), ([0.01, 0.01], math.log(100)), ([0.25] * 4, math.log(4)), ([1.0], 0)]
+    ("probabilities", "at_least"),
+    [([0.5], math.log(2)), ([0.01, 0.01], math.log(100)), ([0.25] * 4, math.log(4)), ([1.0], 0)],
 )
-def test_entropy_is_a_lower_bound(told: list[float], at_least: float) -> None:
-    token = TokenLogprob("a", math.log(told[0]), tuple((str(place), math.log(one)) for place, one in enumerate(told)))
+def test_entropy_is_a_lower_bound(probabilities: list[float], at_least: float) -> None:
+    top = tuple((str(place), math.log(one)) for place, one in enumerate(probabilities))
+    token = TokenLogprob("a", math.log(probabilities[0]), top)
     judged = build({"name": "confidence", "score": "entropy"}).judge([token])
     assert judged.confidence == pytest.approx(-at_least)
 
@@ -132,7 +134,7 @@ RULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("asked", "rule", "route"),
+    ("request_features", "rule", "route"),
     [
         (RequestFeatures("Hello", 1000), "long", "answer"),
         (RequestFeatures("Read this Contract."), "words", "escalate"),
@@ -147,13 +149,13 @@ RULES: dict[str, Any] = {
         (RequestFeatures("Why is the sky blue?", 20, tenant_tier="gold"), None, "cascade"),
     ],
 )
-def test_first_matching_rule_wins(asked: RequestFeatures, rule: str | None, route: str) -> None:
+def test_first_matching_rule_wins(request_features: RequestFeatures, rule: str | None, route: str) -> None:
     policy = build(RULES)
-    decision = policy.decide(TIERS, asked)
+    decision = policy.decide(TIERS, request_features)
     assert (decision.rule, decision.route) == (rule, route)
-    selected = policy.select(asked)
+    selected = policy.select(request_features)
     assert decision.policy == selected.policy.name
-    assert selected.decide(TIERS, ASKED) == decision, "the rules are not asked again"
+    assert selected.decide(TIERS, ASKED) == decision, "the rules are not applied again"
 
 
 def test_nested_rules() -> None:
@@ -234,7 +236,7 @@ def test_tiers_of_nested_policies_are_checked() -> None:
 
 
 async def test_gateway_applies_rules() -> None:
-    """The prompt is long: that rule comes first, whatever else would hold."""
+    """The prompt is long, and that rule comes first."""
     async with in_process(policy=RULES) as stack:
         reply = await stack.chat()
         assert (report(reply)["rule"], report(reply)["policy"], report(reply)["tier"]) == ("long", "fixed", "large")
@@ -250,7 +252,7 @@ async def test_score_requests_the_top_logprobs_it_needs(score: str) -> None:
         assert report(reply)["tier"] == "small"
         assert stack.small.requests("cached_chat")[0]["top_logprobs"] >= 2
         (_, second, *_) = reply.json()["choices"][0]["logprobs"]["content"]
-        assert len(second["top_logprobs"]) == 1, "the client gets what it asked for"
+        assert len(second["top_logprobs"]) == 1, "the client gets as many as it requested"
         stack.small.logprob = math.log(0.3)
         assert report(await stack.chat())["tier"] == "large"
 
@@ -267,9 +269,9 @@ async def test_verifier_asks_the_small_model(verifier: dict[str, Any], reply: st
         answer = await stack.chat()
         answering = stack.small if reply == "Yes" else stack.large
         assert text(answer) == right_answer(answering, MESSAGES)
-        asked = stack.small.requests("cached_chat")[-1]
-        assert asked["messages"][-2]["content"] == right_answer(stack.small, MESSAGES)
-        assert (asked["max_tokens"], asked["kv_transfer_params"]["store"]) == (1, False)
+        call = stack.small.requests("cached_chat")[-1]
+        assert call["messages"][-2]["content"] == right_answer(stack.small, MESSAGES)
+        assert (call["max_tokens"], call["kv_transfer_params"]["store"]) == (1, False)
         assert stack.metric("num_requests_running", tier="small") == 0
 
 

@@ -1,4 +1,4 @@
-"""The contract of the counts, in this process and in a Redis; and what becomes of them when Redis goes."""
+"""Quotas and budgets, in this process and in Redis, and while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def tenant(name: str, *, requests: int | None = None, tokens: int | None = None)
 
 @asynccontextmanager
 async def counting(url: str, now: Callable[[], float] = time.time) -> AsyncIterator[Quotas]:
-    """Waits longer than a request may, on however busy a machine."""
-    filed = connect(RegistrySettings.model_construct(url=url, timeout_ms=10_000), lambda op, result: None)
-    quotas = Quotas(filed.redis, now)
+    """Quotas with a long timeout, for a busy machine."""
+    registry = connect(RegistrySettings.model_construct(url=url, timeout_ms=10_000), lambda op, result: None)
+    quotas = Quotas(registry.redis, now)
     yield quotas
     await quotas.aclose()
-    await filed.aclose()
+    await registry.aclose()
 
 
-async def num_admitted(quotas: Quotas, who: Tenant, tries: int = 5) -> int:
+async def num_admitted(quotas: Quotas, tenant: Tenant, tries: int = 5) -> int:
     for count in range(tries):
         try:
-            await quotas.admit(who)
+            await quotas.admit(tenant)
         except RateLimited as error:
             assert error.retry_after_s is not None and 1 <= error.retry_after_s <= 60
             return count
@@ -53,27 +53,27 @@ async def num_admitted(quotas: Quotas, who: Tenant, tries: int = 5) -> int:
 
 async def the_contract(quotas: Quotas) -> None:
     assert await num_admitted(quotas, tenant("a", requests=3)) == 3
-    assert await num_admitted(quotas, tenant("b", requests=2)) == 2, "each its own"
+    assert await num_admitted(quotas, tenant("b", requests=2)) == 2, "counted per tenant"
     assert await num_admitted(quotas, tenant("free")) == 5
     writer = tenant("writer", tokens=100)
     for spent in (60, 60):
         await quotas.admit(writer)
         await quotas.charge(writer, spent)
-    assert await num_admitted(quotas, writer) == 0, "what was over the limit counts too"
+    assert await num_admitted(quotas, writer) == 0, "tokens beyond the limit count too"
 
 
 async def the_budgets(quotas: Quotas) -> None:
-    """Counted by tier, window, and whose they are; not by their amounts."""
+    """Budgets are counted by tier, window and owner, not by amount."""
     mine = Budget(tier="large", tokens=100)
     everyones = mine.model_copy(update={"of": "everyone", "tokens": 150})
     hourly, raised = mine.model_copy(update={"per": "hour"}), mine.model_copy(update={"tokens": 1000})
-    counted, asked = (mine, everyones), (mine, everyones, hourly, raised)
+    counted, budgets = (mine, everyones), (mine, everyones, hourly, raised)
     await quotas.charge(tenant("a"), 599, by_tier={"large": 99, "small": 500}, budgets=counted)
-    assert await quotas.overspent(tenant("a"), asked) == set()
+    assert await quotas.overspent(tenant("a"), budgets) == set()
     await quotas.charge(tenant("a"), 1, by_tier={"large": 1}, budgets=counted)
-    assert await quotas.overspent(tenant("a"), asked) == {mine}
+    assert await quotas.overspent(tenant("a"), budgets) == {mine}
     await quotas.charge(tenant("b"), 50, by_tier={"large": 50}, budgets=counted)
-    assert await quotas.overspent(tenant("b"), asked) == {everyones}
+    assert await quotas.overspent(tenant("b"), budgets) == {everyones}
 
 
 def utc(year: int, month: int, day: int, hour: int = 0, minute: int = 0, second: int = 0) -> float:
@@ -81,12 +81,12 @@ def utc(year: int, month: int, day: int, hour: int = 0, minute: int = 0, second:
 
 
 async def the_clocks_windows(url: str) -> None:
-    """A budget begins anew with the clock's minute, hour and day, whenever it was first charged."""
+    """A budget starts again with the clock's minute, hour and day, whenever it was first charged."""
     clock = [utc(2026, 11, 29, 23, 59, 59)]
     minute, hour, day = (Budget(tier="large", tokens=10, per=per) for per in ("minute", "hour", "day"))
-    asked = (minute, hour, day)
+    budgets = (minute, hour, day)
     async with counting(url, lambda: clock[0]) as quotas:
-        await quotas.charge(tenant("clocked"), 10, by_tier={"large": 10}, budgets=asked)
+        await quotas.charge(tenant("clocked"), 10, by_tier={"large": 10}, budgets=budgets)
         for at, used_up in (
             (utc(2026, 11, 29, 23, 59, 0), {minute, hour, day}),
             (utc(2026, 11, 29, 23, 0, 0), {hour, day}),
@@ -94,7 +94,7 @@ async def the_clocks_windows(url: str) -> None:
             (utc(2026, 11, 30, 0, 0, 0), set()),
         ):
             clock[0] = at
-            assert await quotas.overspent(tenant("clocked"), asked) == used_up
+            assert await quotas.overspent(tenant("clocked"), budgets) == used_up
 
 
 async def test_counts_in_this_process() -> None:
@@ -107,13 +107,13 @@ async def test_counts_in_this_process() -> None:
 async def test_counts_in_redis_and_locally_without_it(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         await the_clocks_windows(redis.url)
-        async with Redis.from_url(redis.url) as filed:
-            lifetimes_s = sorted([await filed.ttl(key) for key in await filed.keys("*")])
-            assert [round(life / 10) * 10 for life in lifetimes_s] == [60, 3600, 86_400], "they go by themselves"
+        async with Redis.from_url(redis.url) as client:
+            lifetimes_s = sorted([await client.ttl(key) for key in await client.keys("*")])
+            assert [round(life / 10) * 10 for life in lifetimes_s] == [60, 3600, 86_400], "the keys expire"
         async with counting(redis.url) as one, counting(redis.url) as other:
             await the_contract(one)
             await the_budgets(other)
-            assert await num_admitted(other, tenant("a", requests=3)) == 0, "another gateway has counted three"
+            assert await num_admitted(other, tenant("a", requests=3)) == 0, "the other gateway counted three"
             redis.kill()
             assert await num_admitted(other, tenant("a", requests=3)) == 3
             with pytest.raises(RateLimited, match="more than 3 requests in a minute"):
@@ -126,22 +126,25 @@ NUM_READ = len(render([Message.model_validate(message) for message in MESSAGES])
 
 
 async def num_spent(stack: Stack) -> int:
-    """By the default tenant, in this minute."""
+    """Tokens spent by the default tenant in this minute."""
     limiter = stack.app.state.gateway.parts.quotas._local
     stats = await limiter.get_window_stats(RateLimitItemPerMinute(MOST), TOKENS, "default")
     return int(MOST - stats.remaining)
 
 
 @pytest.mark.parametrize(
-    ("policy", "num_untold"),
-    [({"name": "confidence", "num_tokens": 3}, 1), ({"name": "verifier"}, 7 + 1)],  # certain after one; whole, and No
+    ("policy", "num_unsent"),
+    [
+        ({"name": "confidence", "num_tokens": 3}, 1),
+        ({"name": "verifier"}, 7 + 1),
+    ],  # rejected after one token; the whole answer, and No
 )
-async def test_unsent_tokens_are_charged(policy: dict[str, Any], num_untold: int) -> None:
+async def test_unsent_tokens_are_charged(policy: dict[str, Any], num_unsent: int) -> None:
     async with in_process(tenants=COUNTING, policy=policy) as stack:
         stack.small.logprob = -9.0
         usage = (await stack.chat()).json()["usage"]
         assert usage["prompt_tokens"] == NUM_READ
-        assert await num_spent(stack) == usage["total_tokens"] + num_untold, "the prompt only once"
+        assert await num_spent(stack) == usage["total_tokens"] + num_unsent, "the prompt counts once"
 
 
 async def test_broken_stream_is_charged_for_what_arrived() -> None:
@@ -153,7 +156,7 @@ async def test_broken_stream_is_charged_for_what_arrived() -> None:
 
 @pytest.mark.parametrize("model", ["auto", "small"])
 async def test_disconnected_client_is_charged(model: str) -> None:
-    """Of a prompt that no worker had told the length of, about so much as its bytes say."""
+    """The length of the prompt is unknown, and estimated from its bytes."""
     async with live_stack(tenants=COUNTING) as stack:
         stack.small.stall("cached_chat" if model == "auto" else "chat", after=4)
         body = {"model": model, "messages": MESSAGES, "stream": True}
@@ -173,10 +176,10 @@ async def test_disconnect_before_the_first_token_is_charged(model: str, call: st
         assert NUM_READ <= await once_spent(stack) <= 3 * NUM_READ
 
 
-@pytest.mark.parametrize("asked", [{"messages": MESSAGES}, {"prefix": LONG}])
-async def test_disconnect_during_a_prefix_call_is_charged(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", [{"messages": MESSAGES}, {"prefix": LONG}])
+async def test_disconnect_during_a_prefix_call_is_charged(body: dict[str, Any]) -> None:
     async with live_stack(tenants=COUNTING) as stack:
-        await hang_up_once_called(stack, "/v1/prefix/prefill", "prefill", **asked)
+        await hang_up_once_called(stack, "/v1/prefix/prefill", "prefill", **body)
         assert NUM_READ * 0.9 <= await once_spent(stack) <= 3 * NUM_READ
 
 

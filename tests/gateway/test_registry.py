@@ -1,4 +1,4 @@
-"""The contract of every registry, by URL scheme; and what a frozen or dead Redis costs."""
+"""The contract of both registries, and the cost of a frozen or dead Redis."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def ops() -> Ops:
     return []
 
 
-def patient(url: str) -> RegistrySettings:
-    """Waits longer than a request may: what is tested here is what an operation does, on however busy a machine."""
+def with_long_timeout(url: str) -> RegistrySettings:
+    """A registry with a long timeout: these tests are about results, on a machine that may be busy."""
     return RegistrySettings.model_construct(url=url, timeout_ms=10_000)
 
 
-def filed_in(redis: RedisProcess, ops: Ops | None = None, timeout_s: float = 10.0) -> RedisRegistry:
-    told = [] if ops is None else ops
-    guarded = SharedRedis(redis.url, timeout_s=timeout_s, on_op=lambda op, result: told.append((op, result)))
+def redis_registry(redis: RedisProcess, ops: Ops | None = None, timeout_s: float = 10.0) -> RedisRegistry:
+    recorded = [] if ops is None else ops
+    guarded = SharedRedis(redis.url, timeout_s=timeout_s, on_op=lambda op, result: recorded.append((op, result)))
     return RedisRegistry(guarded)
 
 
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest, ops: Ops) -> AsyncIterator[Registry]:
     url = "memory://" if request.param == "memory" else request.getfixturevalue("shared_redis").url
-    store = registry.connect(patient(url), lambda op, result: ops.append((op, result)))
+    store = registry.connect(with_long_timeout(url), lambda op, result: ops.append((op, result)))
     yield store
     await store.aclose()
 
@@ -108,9 +108,9 @@ async def test_forget_deletes_only_the_given_entry(store: Registry) -> None:
 
 
 async def test_operations_are_reported(store: Registry, ops: Ops) -> None:
-    await store.put_many({"told": entry()})
-    await store.get_many(["told"])
-    await store.forget("told", entry())
+    await store.put_many({"reported": entry()})
+    await store.get_many(["reported"])
+    await store.forget("reported", entry())
     assert ops == [("put", "ok"), ("get", "ok"), ("forget", "ok")]
 
 
@@ -123,9 +123,9 @@ async def test_memory_evicts_least_recently_used() -> None:
 
 
 async def test_two_gateways_share_a_redis(shared_redis: RedisProcess) -> None:
-    one, other = (filed_in(shared_redis) for _ in range(2))
-    await one.put_many({"shared": (filed := entry(7))})
-    assert await other.get_many(["shared"]) == [filed]
+    one, other = (redis_registry(shared_redis) for _ in range(2))
+    await one.put_many({"shared": (stored := entry(7))})
+    assert await other.get_many(["shared"]) == [stored]
     await one.aclose()
     await other.aclose()
 
@@ -135,8 +135,8 @@ async def test_password_comes_from_a_file(require_tool: Callable[[str], str], tm
     path.write_text(f"{password}\n")
     path.chmod(0o600)
     with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", password) as redis:
-        known = patient(redis.url).model_copy(update={"password_file": path})
-        for settings, result in ((patient(redis.url), "error"), (known, "ok")):
+        known = with_long_timeout(redis.url).model_copy(update={"password_file": path})
+        for settings, result in ((with_long_timeout(redis.url), "error"), (known, "ok")):
             store = registry.connect(settings, lambda op, result: ops.append((op, result)))
             await store.get_many(["a"])
             assert ops[-1] == ("get", result)
@@ -160,7 +160,7 @@ async def test_reload_applies_a_new_password(require_tool: Callable[[str], str],
             async with redis.asyncio.from_url(process.url, password="the-password-so-far") as admin:
                 await admin.config_set("requirepass", "the-password-from-now-on")
                 await gateway.reload(gateway.settings)
-                assert gateway.current.stores is before, "nothing has changed that the gateway knows of"
+                assert gateway.current.stores is before, "the password file is unchanged"
                 write("the-password-from-now-on")
                 await gateway.reload(gateway.settings)
                 await admin.client_kill_filter(_type="normal", skipme=True)
@@ -175,7 +175,7 @@ async def test_unreadable_entry_is_a_miss(shared_redis: RedisProcess, ops: Ops) 
     async with redis.asyncio.from_url(shared_redis.url) as raw:
         await raw.set(f"{KEY_PREFIX}broken", b"{not json")
         await raw.set(f"{KEY_PREFIX}other", b'{"cache_id": "x"}')
-    store = filed_in(shared_redis, ops)
+    store = redis_registry(shared_redis, ops)
     assert await store.get_many(["broken", "other"]) == [None, None]
     assert ("get", "unreadable") in ops
     await store.aclose()
@@ -183,38 +183,38 @@ async def test_unreadable_entry_is_a_miss(shared_redis: RedisProcess, ops: Ops) 
 
 async def test_frozen_redis_costs_one_timeout(own_redis: RedisProcess, ops: Ops) -> None:
     timeout_s, others = 0.5, 40
-    store = filed_in(own_redis, ops, timeout_s)
-    await store.put_many({"key": (filed := entry())})
+    store = redis_registry(own_redis, ops, timeout_s)
+    await store.put_many({"key": (stored := entry())})
     own_redis.freeze()
     started = time.monotonic()
     assert await store.get_many(["key"]) == [None]
     for _ in range(others // 2):
         await store.get_many(["key"])
         await store.put_many({"key": entry()})
-    assert time.monotonic() - started < 0.2 * others * timeout_s, "the circuit is open: nobody else waits"
+    assert time.monotonic() - started < 0.2 * others * timeout_s, "the circuit is open: later calls return at once"
     assert ops[1:] == [("get", "timeout"), *[("get", "skipped"), ("put", "skipped")] * (others // 2)]
     own_redis.thaw()
-    await eventually_found(store, "key", filed)
+    await eventually_found(store, "key", stored)
     await store.aclose()
 
 
 async def test_dead_redis_is_a_miss_until_it_is_back(own_redis: RedisProcess, ops: Ops, tmp_path: Path) -> None:
     timeout_s = 2.0
-    store = filed_in(own_redis, ops, timeout_s)
+    store = redis_registry(own_redis, ops, timeout_s)
     await store.put_many({"key": entry()})
     own_redis.kill()
     started = time.monotonic()
     assert await store.get_many(["key"]) == [None]
     await store.put_many({"key": entry()})
     await store.forget("key", entry())
-    assert time.monotonic() - started < timeout_s, "a connection that is refused is not waited for"
+    assert time.monotonic() - started < timeout_s, "a refused connection fails at once"
     assert ops[1:] == [("get", "error"), ("put", "skipped"), ("forget", "skipped")]
     await store.aclose()
 
 
 async def test_cancelled_caller_leaves_the_connection_clean(shared_redis: RedisProcess) -> None:
-    """The answer to a cancelled question is never read as the answer to the next one."""
-    store = filed_in(shared_redis)
+    """The reply to a cancelled call is never taken for the reply to the next one."""
+    store = redis_registry(shared_redis)
     await store.put_many({f"cancel-{number}": entry(number) for number in range(50)})
     for number in range(50):
         task = asyncio.create_task(store.get_many([f"cancel-{number}"]))
@@ -228,7 +228,7 @@ async def test_cancelled_caller_leaves_the_connection_clean(shared_redis: RedisP
 
 
 async def test_request_succeeds_with_a_frozen_redis(own_redis: RedisProcess) -> None:
-    """Which costs it one operation's time, however much it wants of it: prefixes, a minute's limits, a budget."""
+    """All uses together (prefixes, quotas, a budget) cost one timeout."""
     budget = {"name": "spent", "when": {"budget": {"tier": "large", "tokens": 1000}}, "then": {"name": "fixed"}}
     tenants = {"default": {"requests_per_minute": 1000, "tokens_per_minute": 1_000_000}}
     policy = {"name": "rules", "rules": [budget]}
@@ -241,7 +241,7 @@ async def test_request_succeeds_with_a_frozen_redis(own_redis: RedisProcess) -> 
         assert (await stack.http.get("/livez")).status_code == 200
         assert (await stack.http.get("/readyz")).status_code == 200
         assert num_ops(stack, "timeout") == before + 1
-        assert report(await stack.escalate())["path"] == "mapped", "the fast path needs no registry"
+        assert report(await stack.escalate())["path"] == "mapped", "a handoff needs no registry"
         own_redis.thaw()
 
 
@@ -251,7 +251,7 @@ async def test_gateway_starts_without_redis(tmp_path: Path) -> None:
 
 
 async def hit(stack: Stack) -> None:
-    """Until the prompt is found: on a busy machine an operation may take longer than it has."""
+    """Repeat until the prompt is found: on a busy machine an operation may time out."""
     before = stack.metric("prefix_lookup_hits_total", tier="small")
     async with asyncio.timeout(20):
         while stack.metric("prefix_lookup_hits_total", tier="small") == before:
@@ -265,17 +265,16 @@ def num_ops(stack: Stack, result: str) -> float:
 async def eventually_found(store: Registry, key: str, expected: Entry) -> None:
     found: list[Entry | None] = []
 
-    async def look() -> None:
+    async def poll() -> None:
         while found[-1:] != [expected]:
             found.extend(await store.get_many([key]))
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(look(), 8)
-
+    await asyncio.wait_for(poll(), 8)
 
 
 async def test_probe_survives_any_exception() -> None:
-    """A client library may raise what it never said it would."""
+    """A client library may raise undocumented exceptions."""
     failures: list[Exception] = [RuntimeError("no running loop"), ValueError("not a reply")]
 
     async def ping() -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a running gateway: validated whole, swapped once, and no request is lost over it."""
+"""Reloading: validated as a whole, swapped at once, and no request is lost."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SMALL, LARGE = ({"name": "fixed", "tier": tier} for tier in ("small", "large"))
 
 
 def of(stack: Stack) -> Gateway:
-    found: Gateway = stack.app.state.gateway
-    return found
+    gateway: Gateway = stack.app.state.gateway
+    return gateway
 
 
 async def test_request_keeps_its_configuration() -> None:
@@ -41,7 +41,7 @@ async def test_request_keeps_its_configuration() -> None:
         changed["workers"] = {"large-0": changed["workers"]["large-0"]}
         changed["tiers"] = [{"name": "large", "model": "fake-large"}]
         asyncio.run_coroutine_threadsafe(of(stack).reload(from_values(changed)), loop_of(stack)).result(5)
-        assert report(await stack.chat())["tier"] == "large", "requests that come now see the new one"
+        assert report(await stack.chat())["tier"] == "large", "later requests see the new one"
         assert (await stack.chat(model="small")).status_code == 404
         assert not under_way.done()
         assert text(await under_way) == right_answer(stack.small, MESSAGES)
@@ -53,7 +53,7 @@ async def test_request_keeps_its_configuration() -> None:
 
 
 def loop_of(stack: Stack) -> asyncio.AbstractEventLoop:
-    """The one that the gateway runs on."""
+    """The event loop that the gateway runs on."""
     watch = of(stack)._watch
     assert watch is not None
     return watch.get_loop()
@@ -74,7 +74,7 @@ async def test_unchanged_worker_keeps_its_state(stack: Stack) -> None:
 
 
 async def test_new_worker_is_checked_before_use() -> None:
-    """One that nobody has looked at would leave its tier out of /readyz."""
+    """An unchecked worker would leave its tier out of /readyz."""
     only_small = {"tiers": values()["tiers"][:1], "workers": {"small-0": values()["workers"]["small-0"]}}
     async with in_process(**only_small) as stack:
         await of(stack).reload(from_values(values()))
@@ -90,9 +90,7 @@ async def test_new_worker_is_checked_before_use() -> None:
         ({"secret_file": "other"}, "secret_file: cannot be changed while the gateway runs"),
     ],
 )
-async def test_unsafe_or_restart_only_change_is_rejected(
-    stack: Stack, changes: dict[str, Any], message: str
-) -> None:
+async def test_unsafe_or_restart_only_change_is_rejected(stack: Stack, changes: dict[str, Any], message: str) -> None:
     before = of(stack).current
     with pytest.raises(SettingsError, match=message):
         await of(stack).reload(from_values(values(policy=LARGE, **changes)))
@@ -173,7 +171,7 @@ async def test_old_fleet_is_garbage_collected(stack: Stack) -> None:
 
 
 class Silent(httpx.AsyncBaseTransport):
-    """To a worker that never answers."""
+    """The transport to a worker that never answers."""
 
     is_asked = is_closed = False
 
@@ -197,7 +195,7 @@ async def test_cancelled_reload_leaves_nothing_open() -> None:
         assert loading.cancelled() and silent.is_closed
         assert of(stack).current.generation == 1
         assert "large-1" not in (await stack.http.get("/metrics")).text
-        assert report(await stack.chat())["tier"] == "small", "what both have stays open"
+        assert report(await stack.chat())["tier"] == "small", "shared objects stay open"
 
 
 async def test_stop_can_be_cancelled_while_the_watch_hangs() -> None:
@@ -255,7 +253,7 @@ async def test_reload_under_load_loses_no_request(tmp_path: Path) -> None:
                 assert tiers[0] == "small" and tiers[-1] == "large"
                 replace(config, {"policy": {"name": "best"}})
                 await exported(http, 'kvrelay_config_reload_total{result="rejected"} 1.0')
-                assert await tier_of(http) == "large", "the old one goes on"
+                assert await tier_of(http) == "large", "the old configuration stays"
                 process.send_signal(signal.SIGHUP)
                 await exported(http, 'kvrelay_config_reload_total{result="rejected"} 2.0')
                 replace(config, {"policy": SMALL})
@@ -271,14 +269,14 @@ async def test_rotated_secret_is_rejected_not_ignored(tmp_path: Path) -> None:
                 (tmp_path / "secret").write_text(FAKE_SECRET[::-1])
                 process.send_signal(signal.SIGHUP)
                 await exported(http, 'kvrelay_config_reload_total{result="rejected"} 1.0')
-                assert await tier_of(http) == "small", "the old one goes on"
+                assert await tier_of(http) == "small", "the old configuration stays"
                 (tmp_path / "secret").write_text(FAKE_SECRET)
                 replace(config, {"policy": LARGE})
                 await exported(http, "kvrelay_config_generation 2.0")
 
 
 def replace(config: Path, changes: dict[str, Any]) -> None:
-    """As editors do it: another file takes the place of the old one."""
+    """Replace the file by another one, as editors do."""
     beside = config.with_name("new.yaml")
     beside.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | changes))
     beside.replace(config)
@@ -296,7 +294,7 @@ async def tier_of(http: httpx.AsyncClient) -> str:
 
 
 async def keep_asking(http: httpx.AsyncClient) -> list[str]:
-    """Four at a time, until the other tier answers; the tiers that did. Any error would be raised."""
+    """Send four requests at a time until the other tier answers. Return the tiers that answered. Raises any error."""
     tiers: list[str] = []
     async with asyncio.timeout(20):
         while tiers.count("large") < 8:

@@ -1,4 +1,4 @@
-"""A Redis whose master fails over, as its sentinels see to it: requests go on, with a miss at worst."""
+"""Redis behind sentinels: during a failover, requests succeed, at worst with a miss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.api.redis import MAX_CONNECTIONS, MasterPool, connection_pool
 pytestmark = pytest.mark.slow
 
 TIMEOUT_MS = 100
-MOST_S = 60.0  # on a busy machine; else a few seconds
+FAILOVER_TIMEOUT_S = 60.0  # for a busy machine; usually a few seconds
 
 
 async def test_requests_succeed_during_a_failover(require_tool: Callable[[str], str], tmp_path: Path) -> None:
@@ -44,21 +44,19 @@ async def test_requests_succeed_during_a_failover(require_tool: Callable[[str], 
             assert await answered() == "exact"
             num_ok = num("ok")
             redis.master.kill()
-            for _ in range(8):  # sooner than any sentinel calls the master dead
+            for _ in range(8):  # before the sentinels notice
                 assert await answered() in ("exact", "prefill")
             failed = num("error") + num("timeout")
-            assert failed == 1, "the first; then it is not asked"
+            assert failed == 1, "only the first; then the circuit is open"
             assert num("skipped") > 10
-            deadline = time.monotonic() + MOST_S
+            deadline = time.monotonic() + FAILOVER_TIMEOUT_S
             while num("ok") < num_ok + 4:
                 assert time.monotonic() < deadline, "the new master was not found"
                 await asyncio.sleep(0.1)
                 assert await answered() in ("exact", "prefill")
 
 
-async def test_operations_wait_for_a_free_connection(
-    require_tool: Callable[[str], str], tmp_path: Path
-) -> None:
+async def test_operations_wait_for_a_free_connection(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     ops: list[str] = []
     binary = require_tool("redis-server")
     with redis_process(binary, tmp_path) as master, sentinel(binary, tmp_path, master.port) as port:
@@ -86,7 +84,7 @@ def test_url_names_sentinels_master_and_credentials() -> None:
 
 @pytest.mark.parametrize("host", ["[::1]:3,one", "one,[::1]:3"])
 def test_sentinel_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
-    """In a registry as well, with the password in a file."""
+    """Also in a registry, with the password in a file."""
     password = tmp_path / "password"
     password.write_text("p@ss/w?rd-of-sixteen-and-more-characters\n")
     password.chmod(0o600)

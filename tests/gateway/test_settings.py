@@ -1,4 +1,4 @@
-"""The configuration file: validated whole, errors that name the key and what it allows."""
+"""The configuration file is validated as a whole; errors name the key and what is allowed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def written(folder: Path, content: Any) -> Path:
 
 
 def test_smallest_file_has_defaults(tmp_path: Path) -> None:
-    settings = load(
-        written(tmp_path, {"tiers": [{"name": "small", "model": "m"}], "workers": {"small-0": WORKER}})
-    )
+    settings = load(written(tmp_path, {"tiers": [{"name": "small", "model": "m"}], "workers": {"small-0": WORKER}}))
     assert settings.server.host == "127.0.0.1"
     assert settings.registry.url == "memory://"
     assert settings.chosen_policy.name == "confidence"
@@ -86,7 +84,10 @@ def test_every_policy_can_be_configured(name: str) -> None:
         ({"tracing": {"endpoint": "http://a:99999"}}, "tracing.endpoint: .*invalid port number, got .*:99999"),
         ({"tracing": {"endpoint": "a:4318"}}, "tracing.endpoint: must be an http:// or https:// URL, got 'a:4318'"),
         ({"registry": {"url": "etcd://x"}}, "registry.url: .*memory://, redis://, rediss://, .*, got 'etcd://x'"),
-        ({"registry": {"url": "redis://:p@h:99999/0"}}, "registry.url: .*invalid port number, got 'redis://[*]{3}@h:99999"),
+        (
+            {"registry": {"url": "redis://:p@h:99999/0"}},
+            "registry.url: .*invalid port number, got 'redis://[*]{3}@h:99999",
+        ),
         ({"registry": {"url": "redis+sentinel://a,b:99999/m"}}, "registry.url: .*invalid port number, got .*:99999"),
         ({"registry": {"url": "redis+sentinel://a,[::1/m"}}, "registry.url: .*invalid IPv6 address, got "),
         ({"registry": {"timeout_ms": 5000}}, "registry.timeout_ms: .* less than or equal to 100, got 5000"),
@@ -165,7 +166,7 @@ def test_durations_must_be_finite_and_positive(section: str, name: str, value: f
         from_values(values(**{section: fields}))
 
 
-HOLDS_ITSELF = """
+CONTAINS_ITSELF = """
 tiers: [{name: small, model: some}]
 workers: {small-0: {tier: small, url: "http://127.0.0.1:8101"}}
 policy: &again {name: rules, otherwise: *again}
@@ -182,7 +183,7 @@ policy: &again {name: rules, otherwise: *again}
         ("tiers: 2020-99-99", "not valid YAML: month"),
         ("limits: {max_messages: 5}\nregistry: {}\nlimits: {}\n", "not valid YAML in line 3: duplicate key 'limits'"),
         ("tenants: {a: {}, b: {}, a: {}}", "not valid YAML in line 1: duplicate key 'a'"),
-        (HOLDS_ITSELF, "contains itself"),
+        (CONTAINS_ITSELF, "contains itself"),
         ("- a\n- b\n", "must be a mapping with the keys tiers"),
         ("", "must be a mapping"),
     ],

@@ -1,4 +1,4 @@
-"""Who asks, and that one tenant's caches never serve another's."""
+"""Tenants: their keys and limits, and that one tenant's cache never serves another."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_each_tenant_has_its_own_salt(stack: Stack) -> None:
         await ask(stack, tenant)
     salts = {body["tenant_salt"] for body in stack.small.requests("prefill")}
     assert len(salts) == 2
-    assert not salts & {hashlib.sha256(name.encode()).hexdigest() for name in KEYS}, "not to be had without the secret"
+    assert not salts & {hashlib.sha256(name.encode()).hexdigest() for name in KEYS}, "they depend on the secret"
 
 
 async def test_client_salt_is_overwritten(stack: Stack) -> None:
@@ -82,10 +82,8 @@ async def test_tenants_never_share_caches(stack: Stack) -> None:
     assert report(again)["cached_tokens"] > 0
 
 
-async def test_worker_rejects_another_tenants_cache_id(
-    require_tool: Callable[[str], str], tmp_path: Path
-) -> None:
-    """Somebody who writes to Redis files acme's cache under a prefix of default's."""
+async def test_worker_rejects_another_tenants_cache_id(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    """An attacker who can write to Redis stores acme's cache under a prefix of default."""
     with redis_process(require_tool("redis-server"), tmp_path) as redis:
         async with in_process(tenants=TENANTS, registry={"url": redis.url}) as stack:
             first = await ask(stack, "default", kvrelay={"policy": "always_escalate"})
@@ -98,13 +96,13 @@ async def test_worker_rejects_another_tenants_cache_id(
             hits = stack.metric("prefix_lookup_hits_total", tier="small")
             await plant(stack, tenant="acme")
             assert text(await ask(stack, "default")) == right_answer(stack.small, MESSAGES)
-            assert stack.metric("prefix_lookup_hits_total", tier="small") == hits, "not even tried"
+            assert stack.metric("prefix_lookup_hits_total", tier="small") == hits, "the entry is gone"
             following = await ask(stack, "default", follow_up(MESSAGES, first, "And then?"))
             assert following.status_code == 200
 
 
 async def plant(stack: Stack, **changes: Any) -> None:
-    """Changes what Redis holds of the small model's caches of tenant default."""
+    """Change the entries in Redis for the small model's caches of tenant default."""
     import redis.asyncio
 
     from gateway.state.registry import ENTRY, KEY_PREFIX
@@ -134,7 +132,7 @@ async def test_tokens_are_counted_at_the_end() -> None:
     tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"tokens_per_minute": 700}}
     async with in_process(tenants=tenants) as stack:
         assert (await ask(stack, "acme")).json()["usage"]["total_tokens"] in range(600, 700)
-        assert (await ask(stack, "acme")).status_code == 200, "what is left is enough to begin with"
+        assert (await ask(stack, "acme")).status_code == 200, "the quota is not used up yet"
         refused = await ask(stack, "acme")
         assert (refused.status_code, refused.json()["error"]["message"]) == (429, "more than 700 tokens in a minute")
 
@@ -144,8 +142,8 @@ ONLY = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["fa
 
 async def test_tenant_is_limited_to_its_models() -> None:
     async with in_process(tenants=ONLY) as stack:
-        assert report(await ask(stack, "acme"))["tier"] == "large", "auto chooses among those"
-        assert not stack.small.requests("prefill"), "the small model does not even read for it"
+        assert report(await ask(stack, "acme"))["tier"] == "large", "auto chooses among the allowed models"
+        assert not stack.small.requests("prefill"), "the small model does not prefill for it"
         refused = await ask(stack, "acme", model="small")
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         assert "allowed: large" in refused.json()["error"]["message"]
@@ -165,9 +163,7 @@ async def test_tenant_is_limited_to_its_models() -> None:
         ("/v1/models/gpt-17", None, 404),
     ],
 )
-async def test_rejection_names_only_allowed_models(
-    path: str, body: dict[str, Any] | None, status: int
-) -> None:
+async def test_rejection_names_only_allowed_models(path: str, body: dict[str, Any] | None, status: int) -> None:
     tenants = {"default": TENANTS["default"], "acme": TENANTS["acme"] | {"models": ["small"]}}
     async with in_process(tenants=tenants) as stack:
         reply = await stack.http.request("GET" if body is None else "POST", path, json=body, headers=key("acme"))

@@ -1,4 +1,4 @@
-"""Where servers listen, and how they are called: over IPv4 and IPv6."""
+"""Listening and connecting over IPv4 and IPv6."""
 
 from __future__ import annotations
 

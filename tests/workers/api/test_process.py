@@ -24,6 +24,6 @@ def test_progress_bars_appear_on_a_terminal_only(is_terminal: bool) -> None:
         termios.tcsetwinsize(writer, (24, 80))
     subprocess.run([sys.executable, "-c", CODE], stderr=writer, check=True)
     os.close(writer)
-    told = os.read(reader, 4096)
+    output = os.read(reader, 4096)
     os.close(reader)
-    assert (b"Loading weights" in told) is is_terminal
+    assert (b"Loading weights" in output) is is_terminal

@@ -1,4 +1,4 @@
-"""Ending a task: it has cleaned up by then, however it takes the news."""
+"""`cancel_and_wait` returns once the task has cleaned up, however it reacts to the cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.api.tasks import cancel_and_wait
 
 
 class Stubborn:
-    """Takes so many cancellations for something else, then one to heart; fails in the end if it is to."""
+    """Swallows a number of cancellations, then ends; fails at the end if it should."""
 
     def __init__(self, lost: int, error: Exception | None):
         self.lost = lost
@@ -54,7 +54,7 @@ async def test_cancelled_caller_cancels_the_task_once_more() -> None:
 
 
 async def test_finished_task_is_left_alone() -> None:
-    task = asyncio.create_task(asyncio.sleep(0, "told"))
+    task = asyncio.create_task(asyncio.sleep(0, "done"))
     await task
     await cancel_and_wait(task)
-    assert task.result() == "told"
+    assert task.result() == "done"
