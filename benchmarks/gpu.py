@@ -35,10 +35,10 @@ from tools.measuring import commit, machine
 from tools.output import add_json_option, render, write_json
 from workers.api.schemas import KVLayout, Ticket
 from workers.handoff import chunks
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, blocks_for, empty_cache
 from workers.pool.pool import Pool
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 from workers.transports import load_transport
 from workers.transports.base import Reader
 
@@ -313,7 +313,7 @@ def lend(plan: Plan, name: str) -> None:
         written = pattern(layout, empty_cache(layout, 0, tokens, plan.device))
         entry = pool.store(range(tokens), written, SALT, ttl_s=3600)
         lease = pool.lease(entry.cache_id, SALT, ttl_s=3600)
-        print(TicketOffice(pool, name).ticket(lease).model_dump_json(), flush=True)
+        print(TicketIssuer(pool, name).ticket(lease).model_dump_json(), flush=True)
         sys.stdin.read()
     finally:
         pool.close()

@@ -11,10 +11,10 @@ from workers.api.http.health import READY, health_router
 from workers.api.http.replies import install_error_replies
 from workers.routes import caches, completions, model
 from workers.routes.edge import WorkerEdge
-from workers.serving.worker import Worker
+from workers.serving.worker import WorkerRuntime
 
 
-def create_app(worker: Worker, secret: str) -> FastAPI:
+def create_app(worker: WorkerRuntime, secret: str) -> FastAPI:
     """Serve `worker` to callers that know `secret`. The caller opens and closes the worker."""
 
     def readiness() -> dict[str, Any]:

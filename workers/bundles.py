@@ -30,7 +30,7 @@ from mappers.mapper import Mapper
 from workers.api.config import SettingsError
 from workers.api.errors import BundleUnusable
 from workers.api.schemas import BundleInfo, ShadowInfo
-from workers.settings import Gate
+from workers.settings import GateSettings
 
 RETURN_MARGIN = 0.2  # of what a gate allows
 
@@ -62,7 +62,7 @@ def stricter(gate: QualityGate) -> QualityGate:
     )
 
 
-class Window:
+class ComparisonWindow:
     """The last `num_answers` comparisons of one bundle, against a gate; with `each_text_once`, the last of each."""
 
     def __init__(self, gate: QualityGate, num_answers: int, *, each_text_once: bool = False):
@@ -75,14 +75,14 @@ class Window:
     def is_full(self) -> bool:
         return len(self._last) == self._size
 
-    def emptied(self) -> Window:
+    def emptied(self) -> ComparisonWindow:
         """For what is compared from now on."""
-        return Window(self._gate, self._size)
+        return ComparisonWindow(self._gate, self._size)
 
-    def for_trials(self) -> Window:
+    def for_trials(self) -> ComparisonWindow:
         """For what is compared while the bundle is off. What is served counts as often as it is; nobody is served then,
         and one prompt that is asked again and again says no more than once."""
-        return Window(stricter(self._gate), self._size, each_text_once=True)
+        return ComparisonWindow(stricter(self._gate), self._size, each_text_once=True)
 
     def add(self, comparison: Comparison) -> None:
         if self._each_text_once:
@@ -120,7 +120,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class JudgedBundle:
+class LoadedBundle:
     """What a bundle says of itself, and its mapper if it could be loaded; it is used unless a `reason` says why not.
     `window` holds what was found in service; where that switched it `off_at` (an instant of the clock), `trials` what
     was found since."""
@@ -128,15 +128,15 @@ class JudgedBundle:
     manifest: Manifest
     mapper: Mapper | None = None
     reason: str | None = None
-    window: Window | None = None
-    trials: Window | None = None
+    window: ComparisonWindow | None = None
+    trials: ComparisonWindow | None = None
     off_at: float | None = None
 
     @property
     def is_usable(self) -> bool:
         return self.reason is None
 
-    def resumed(self) -> JudgedBundle:
+    def resumed(self) -> LoadedBundle:
         """In use again, and judged anew."""
         window = self.window.emptied() if self.window else None
         return replace(self, reason=None, window=window, trials=None, off_at=None)
@@ -161,7 +161,7 @@ class Bundles:
 
     def __init__(
         self,
-        judged: Iterable[JudgedBundle] = (),
+        judged: Iterable[LoadedBundle] = (),
         *,
         rest_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -213,10 +213,10 @@ class Bundles:
             raise BundleUnusable(f"{bundle_id} was refused at the start: {bundle.reason}")
         return bundle.info
 
-    def _has_rested(self, bundle: JudgedBundle) -> bool:
+    def _has_rested(self, bundle: LoadedBundle) -> bool:
         return bundle.off_at is not None and bundle.off_at <= self._clock() - self._rest_s
 
-    def _change_to(self, bundle: JudgedBundle) -> None:
+    def _change_to(self, bundle: LoadedBundle) -> None:
         name = bundle.manifest.bundle_id
         self._judged[name] = bundle
         log.warning("bundle_on" if bundle.is_usable else "bundle_off", bundle=name, reason=bundle.reason)
@@ -239,7 +239,7 @@ def load_bundles(
     *,
     target_fingerprint: str,
     target_tokenizer: str | None,
-    gate: Gate,
+    gate: GateSettings,
     device: str,
     shadow_window: int | None = None,
     rest_s: float = 0.0,
@@ -255,8 +255,13 @@ def load_bundles(
 
 
 def _judge(
-    path: str, target_fingerprint: str, tokenizer: str | None, gate: Gate, device: str, shadow_window: int | None
-) -> JudgedBundle:
+    path: str,
+    target_fingerprint: str,
+    tokenizer: str | None,
+    gate: GateSettings,
+    device: str,
+    shadow_window: int | None,
+) -> LoadedBundle:
     try:
         manifest = load_manifest(path)
     except MapperError as error:
@@ -266,7 +271,7 @@ def _judge(
         mapper.check(manifest.source.fingerprint, target_fingerprint)
         mapper.check_tokenizers(target=tokenizer)
     except MapperError as error:
-        return JudgedBundle(manifest, reason=str(error))
+        return LoadedBundle(manifest, reason=str(error))
     reason = mapper.refusal(**gate.model_dump())
-    window = Window(mapper.gate(**gate.model_dump()), shadow_window) if shadow_window else None
-    return JudgedBundle(manifest, mapper if reason is None else None, reason, window)
+    window = ComparisonWindow(mapper.gate(**gate.model_dump()), shadow_window) if shadow_window else None
+    return LoadedBundle(manifest, mapper if reason is None else None, reason, window)

@@ -31,7 +31,7 @@ from workers.api.logs import configure_logs
 from workers.api.process import write_ready_file
 from workers.api.tasks import repeating
 from workers.app import create_app
-from workers.serving.worker import Worker, build_worker
+from workers.serving.worker import WorkerRuntime, build_worker
 from workers.settings import WorkerSettings
 
 KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls that came meanwhile
@@ -75,7 +75,7 @@ def _check_can_be_found(settings: WorkerSettings) -> None:
 class _Server(uvicorn.Server):
     """uvicorn, but it tells when it takes calls, and a signal begins with a grace in which it still does."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, on_ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, worker: WorkerRuntime, on_ready: Callable[[], None]):
         super().__init__(config)
         self._worker = worker
         self._on_ready = on_ready
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._worker.settings.grace_s, setattr, self, "should_exit", True)
 
 
-async def run(worker: Worker, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
+async def run(worker: WorkerRuntime, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
     """What `serve` does once the worker is built."""
     config = uvicorn.Config(
         create_app(worker, secret),
@@ -126,7 +126,7 @@ def _on_signal(do: Callable[[], object]) -> None:
         asyncio.get_running_loop().add_signal_handler(wanted, do)
 
 
-def _tell_ready(worker: Worker, listener: socket.socket, ready_file: Path | None) -> None:
+def _tell_ready(worker: WorkerRuntime, listener: socket.socket, ready_file: Path | None) -> None:
     url = _url(worker.settings, listener)
     if ready_file is not None:
         write_ready_file(ready_file, url)
@@ -152,14 +152,14 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None]:
+async def announced(worker: WorkerRuntime, secret: str, url: str) -> AsyncIterator[None]:
     """Within the block others find the worker at `url`, if it is configured so."""
     settings, board_url = worker.settings.discovery, worker.settings.board_url
     if settings is None or board_url is None:
         yield
         return
     board = Board(board_url, secret)
-    announcer = _Announcer(worker, board, LiveWorkers(settings.lost_after_s), url)
+    announcer = _HeartbeatSender(worker, board, LiveWorkers(settings.lost_after_s), url)
     try:
         async with repeating(announcer.beat, settings.beat_s):
             yield
@@ -169,8 +169,8 @@ async def announced(worker: Worker, secret: str, url: str) -> AsyncIterator[None
         await board.aclose()
 
 
-class _Announcer:
-    def __init__(self, worker: Worker, board: Board, living: LiveWorkers, url: str):
+class _HeartbeatSender:
+    def __init__(self, worker: WorkerRuntime, board: Board, living: LiveWorkers, url: str):
         self._worker = worker
         self._board = board
         self._living = living

@@ -22,8 +22,12 @@ from workers.api import config
 from workers.api.addresses import ANY_HOST, HttpUrl, http_address
 from workers.api.config import DiscoverySettings, Seconds, SecondsOrZero, SettingsError, read_yaml
 from workers.api.tracing import TracingSettings
-from workers.engines import ENGINES
 
+# Engines by name: the function that loads one. Its module is imported when the engine is loaded.
+ENGINES = {
+    "transformers": "workers.engines.transformers.engine:load",
+    "vllm": "workers.engines.vllm.loading:load",
+}
 SECRET_FILE_VARIABLE = "KVRELAY_SECRET_FILE"
 CREDENTIALS = re.compile(r"//.*@")  # in a URL
 
@@ -31,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class Gate(BaseModel):
+class GateSettings(BaseModel):
     """What a bundle's evaluation must reach to be used, and the protocol that it must have gone by. A bound that is
     not set is the bundle's own, or else the default of `mappers.manifest.QualityGate`."""
 
@@ -93,7 +97,7 @@ class WorkerSettings(BaseModel):
     shadow_window: int = Field(default=20, ge=1)
     shadow_rest_s: SecondsOrZero = 600.0
     native_share: float = Field(default=0.125, ge=0, le=1)
-    gate: Gate = Gate()
+    gate: GateSettings = GateSettings()
     peers: dict[WorkerId, HttpUrl] = {}
     tracing: TracingSettings = TracingSettings()  # the file's own
     discovery: DiscoverySettings | None = None  # this, too

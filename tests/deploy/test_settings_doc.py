@@ -42,7 +42,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "when": Condition,
     "budget": Budget,
     "workers": workers.WorkerSettings,
-    "gate": workers.Gate,
+    "gate": workers.GateSettings,
     "tcp": workers.TcpSettings,
 }
 SECTIONS |= {name: policy for name, policy in POLICIES.items() if policy.model_fields}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.families import is_made, make, recipe_fingerprint
+from workers.families import build_once, is_built, recipe_fingerprint
 
 
 def weights(folder: Path) -> None:
@@ -16,33 +16,33 @@ def weights(folder: Path) -> None:
 
 def test_a_finished_folder_is_not_made_again(tmp_path: Path) -> None:
     fingerprint = recipe_fingerprint("a")
-    make(tmp_path / "model", fingerprint, weights)
-    assert is_made(tmp_path / "model", fingerprint)
+    build_once(tmp_path / "model", fingerprint, weights)
+    assert is_built(tmp_path / "model", fingerprint)
 
     def fail(_: Path) -> None:
         raise AssertionError("made again")
 
-    make(tmp_path / "model", fingerprint, fail)
+    build_once(tmp_path / "model", fingerprint, fail)
 
 
 def test_another_recipe_takes_its_place(tmp_path: Path) -> None:
-    make(tmp_path / "model", recipe_fingerprint("a"), weights)
-    make(tmp_path / "model", recipe_fingerprint("b"), weights)
-    assert is_made(tmp_path / "model", recipe_fingerprint("b"))
-    assert not is_made(tmp_path / "model", recipe_fingerprint("a"))
+    build_once(tmp_path / "model", recipe_fingerprint("a"), weights)
+    build_once(tmp_path / "model", recipe_fingerprint("b"), weights)
+    assert is_built(tmp_path / "model", recipe_fingerprint("b"))
+    assert not is_built(tmp_path / "model", recipe_fingerprint("a"))
 
 
 def test_a_failed_build_leaves_the_old_folder_and_no_scratch(tmp_path: Path) -> None:
     fingerprint = recipe_fingerprint("a")
-    make(tmp_path / "model", fingerprint, weights)
+    build_once(tmp_path / "model", fingerprint, weights)
 
     def fail(folder: Path) -> None:
         weights(folder)
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        make(tmp_path / "model", recipe_fingerprint("b"), fail)
-    assert is_made(tmp_path / "model", fingerprint)
+        build_once(tmp_path / "model", recipe_fingerprint("b"), fail)
+    assert is_built(tmp_path / "model", fingerprint)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["model"]
 
 
@@ -53,7 +53,7 @@ def test_two_callers_at_once_build_once(tmp_path: Path) -> None:
         built.append(folder)
         weights(folder)
 
-    threads = [threading.Thread(target=make, args=(tmp_path / "model", fingerprint, build)) for _ in range(4)]
+    threads = [threading.Thread(target=build_once, args=(tmp_path / "model", fingerprint, build)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

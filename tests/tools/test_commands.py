@@ -20,7 +20,7 @@ from tools.commands import bench, up
 from tools.commands.demo import verdict
 from tools.output import run_command, write_results
 from tools.stack import Child, Stack, StackError, deferred_signals, free_ports
-from workers.engines import ENGINES
+from workers.settings import ENGINES
 
 GOOD: dict[str, Any] = {"turn": 1, "path": "mapped", "handoff_ttft_ms": 10.0, "full_prefill_ttft_ms": 40.0}
 

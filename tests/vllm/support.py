@@ -18,14 +18,14 @@ from mappers.models import run
 from tests.workers.handoff.support import SOURCE, SOURCE_LAYOUT, TARGET, TARGET_LAYOUT, make_pool, random_mapper
 from tests.workers.pool.support import SALT, random_kv
 from workers.api.schemas import KVLayout, Ticket
-from workers.engines.vllm.paged import CpuLayout, Heads
-from workers.engines.vllm.plan import Target
+from workers.engines.vllm.paged import CpuLayout, HeadRange
+from workers.engines.vllm.plan import LoadTarget
 from workers.engines.vllm.scheduler import SchedulerSide, create_exchange
 from workers.engines.vllm.worker import PagedCache, WorkerSide
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.pool import Pool
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 
 PAGED_TOKENS = 4  # of a paged block
 NUM_PAGED = 48
@@ -52,8 +52,8 @@ def packed_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: T
         value_cache[block, :, token] = values[row].unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
 
 
-def paged_cache(layout: KVLayout, heads: Heads | None = None) -> PagedCache:
-    heads = heads or Heads(0, layout.num_kv_heads)
+def paged_cache(layout: KVLayout, heads: HeadRange | None = None) -> PagedCache:
+    heads = heads or HeadRange(0, layout.num_kv_heads)
     shape = (NUM_PAGED, heads.end - heads.begin, PAGED_TOKENS, 2 * layout.head_dim)
     layers = tuple(torch.full(shape, torch.nan) for _ in range(layout.num_layers))
     return PagedCache(layers, CpuLayout(packed_write, PAGED_TOKENS, layout.head_dim, torch.float32), heads)
@@ -99,7 +99,7 @@ class Engine:
         pool = self.pools[model]
         kv = random_kv(0, len(token_ids), seed=seed, layout=pool.layout)
         entry = pool.store(tuple(token_ids), kv, SALT, ttl_s=60)
-        return TicketOffice(pool, model).ticket(pool.lease(entry.cache_id, SALT, ttl_s=60)), kv
+        return TicketIssuer(pool, model).ticket(pool.lease(entry.cache_id, SALT, ttl_s=60)), kv
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def engine() -> Iterator[Engine]:
     pools = {"small": make_pool(SOURCE_LAYOUT, SOURCE), "large": make_pool(TARGET_LAYOUT, TARGET)}
     exchange = create_exchange("test-vllm", TARGET_LAYOUT, budget, TARGET)
     cache = paged_cache(TARGET_LAYOUT)
-    target = Target(exchange, lambda: [mapper], ["inproc", "shm"], MAX_TOKENS)
+    target = LoadTarget(exchange, lambda: [mapper], ["inproc", "shm"], MAX_TOKENS)
     worker = WorkerSide(cache, [mapper], TARGET_LAYOUT)
     scheduler = SchedulerSide(target, "large", PAGED_TOKENS)
     try:
@@ -126,7 +126,7 @@ class Peer:
     """A worker's pool, and the tickets on it."""
 
     pool: Pool
-    office: TicketOffice
+    office: TicketIssuer
 
     def ticket(self, token_ids: Sequence[int], kv: KVCache) -> Ticket:
         entry = self.pool.store(tuple(token_ids), kv, SALT, ttl_s=600)
@@ -137,7 +137,7 @@ def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "floa
     layout = KVLayout(num_layers=num_layers, num_kv_heads=2, head_dim=32, block_tokens=block_tokens, dtype=dtype)
     arena = create_arena("shm", layout, 2**24, worker="test-vllm-peer", epoch=new_epoch())
     pool = Pool(arena, fingerprint(folder))
-    return Peer(pool, TicketOffice(pool, folder.name))
+    return Peer(pool, TicketIssuer(pool, folder.name))
 
 
 def replayed(

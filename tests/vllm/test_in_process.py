@@ -18,7 +18,7 @@ from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from tests.workers.pool.support import SALT
 from workers.engines.vllm.plan import TransferReport
-from workers.engines.vllm.worker import Sources
+from workers.engines.vllm.worker import PoolReaders
 
 NUM = 6
 TOLERANCE = 1e-4  # float32 sums in another order
@@ -94,7 +94,7 @@ def test_what_is_published_is_the_models_kv_and_answers_as_what_was_read(
     native = ask(ids, salt=fresh())
     published = ask(ids[:num_tokens], params(publish=True), num=1).report.ticket
     assert published is not None and published.num_tokens == num_tokens
-    sources = Sources()
+    sources = PoolReaders()
     kv = sources.reader(published).read(published.blocks, published.generations, 0, num_tokens)
     expected = prefill(tiny.reference(folder), ids[:num_tokens])
     for found, wanted in zip(kv.keys + kv.values, expected.keys + expected.values, strict=True):

@@ -15,7 +15,7 @@ from workers.api.schemas import KVTransferParams
 from workers.engines.base import MIN_LOADED_TOKENS, ModelInfo, Sampling, TokenSequence
 from workers.engines.scheduling import Admission, Claim, Compute
 from workers.pool.pool import Pool
-from workers.serving.reuse import page_in, reuse_of
+from workers.serving.reuse import find_reuse, page_in
 
 FINGERPRINT = "51" * 32
 NUM_STORED, NUM_PROMPT = 40, 60
@@ -87,7 +87,7 @@ async def test_an_answer_is_of_what_vllm_reports(
     entry = pool.store(IDS[:NUM_STORED], random_kv(0, NUM_STORED), SALT, ttl_s=600)
     llm = ReportingLLM(list(reports))
     sequence = sequence_over(llm)
-    with reuse_of(pool, IDS, SALT, KVTransferParams(cache_id=entry.cache_id)) as reuse:
+    with find_reuse(pool, IDS, SALT, KVTransferParams(cache_id=entry.cache_id)) as reuse:
         after_reading = await page_in(pool, sequence, IDS, reuse)
         assert await written(sequence) == [7]
         after_writing = reuse.cut(sequence.num_loaded)
@@ -99,7 +99,7 @@ async def test_the_rate_of_reading_is_that_of_what_was_read(pool: Pool) -> None:
     pool.store(IDS[:NUM_STORED], random_kv(0, NUM_STORED), SALT, ttl_s=600)
     for loaded, length in ((0, 0), (32, 32)):
         sequence = sequence_over(ReportingLLM([loaded]))
-        with reuse_of(pool, IDS, SALT, KVTransferParams()) as reuse:
+        with find_reuse(pool, IDS, SALT, KVTransferParams()) as reuse:
             await page_in(pool, sequence, IDS, reuse)
         rates = sequence._engine.rates.by_length("prefill")
         assert list(rates) == ([length] if NUM_PROMPT - length >= 32 else [])

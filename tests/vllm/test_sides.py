@@ -16,9 +16,9 @@ from tests.workers.pool.support import OTHER_SALT, SALT, assert_same, random_kv
 from workers.api.errors import CacheStale
 from workers.api.schemas import Ticket
 from workers.engines.base import MIN_LOADED_TOKENS
-from workers.engines.vllm.paged import heads_of
-from workers.engines.vllm.plan import Save, StepWork, TransferReport
-from workers.engines.vllm.worker import Sources, WorkerSide
+from workers.engines.vllm.paged import head_range
+from workers.engines.vllm.plan import SaveOp, StepWork, TransferReport
+from workers.engines.vllm.worker import PoolReaders, WorkerSide
 from workers.pool.arena import Arena
 
 IDS = list(range(3, 43))
@@ -37,7 +37,7 @@ def report_of(vllm: Engine, request: Request, *, is_whole: bool = True) -> Trans
 
 
 def lent(ticket: Ticket) -> KVCache:
-    sources = Sources()
+    sources = PoolReaders()
     kv = sources.reader(ticket).read(ticket.blocks, ticket.generations, 0, ticket.num_tokens)
     copy = KVCache(tuple(k.clone() for k in kv.keys), tuple(v.clone() for v in kv.values))
     sources.close()
@@ -346,13 +346,13 @@ def test_a_prompt_longer_than_the_model_reads_no_ticket(vllm: Engine) -> None:
     [(0, 1, 3, (0, 3)), (1, 2, 8, (4, 8)), (3, 4, 4, (3, 4)), (5, 8, 2, (1, 2)), (2, 8, 2, (0, 1))],
 )
 def test_heads_are_shared_among_ranks(rank: int, num_ranks: int, heads: int, expected: tuple[int, int]) -> None:
-    found = heads_of(rank, num_ranks, heads)
+    found = head_range(rank, num_ranks, heads)
     assert (found.begin, found.end) == expected
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="3 KV heads"):
-        heads_of(0, 2, 3)
+        head_range(0, 2, 3)
 
 
 def test_ranks_load_and_save_their_own_heads(vllm: Engine) -> None:
@@ -363,9 +363,9 @@ def test_ranks_load_and_save_their_own_heads(vllm: Engine) -> None:
     work = vllm.scheduler.step({"r": TAIL}, vllm.blocks.__getitem__)
     exchange = vllm.scheduler.pool
     with exchange.allocate(5) as hold:
-        save = Save("r", len(IDS), tuple(vllm.blocks["r"]), exchange.export(), hold.blocks)
+        save = SaveOp("r", len(IDS), tuple(vllm.blocks["r"]), exchange.export(), hold.blocks)
         for rank in range(3):
-            cache = paged_cache(TARGET_LAYOUT, heads_of(rank, 3, TARGET_LAYOUT.num_kv_heads))
+            cache = paged_cache(TARGET_LAYOUT, head_range(rank, 3, TARGET_LAYOUT.num_kv_heads))
             side = WorkerSide(cache, [], TARGET_LAYOUT)
             side.load(work)
             side.save(StepWork(saves=(save,)))

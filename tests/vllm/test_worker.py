@@ -28,7 +28,7 @@ from tests.workers.server.support import (
 from tests.workers.server.test_mapped import HEAD, NUM, TAIL, replayed
 from workers.api.errors import CacheMismatch, InvalidRequest
 from workers.api.schemas import KVUsage, PrefillRequest
-from workers.engines.base import PoolPlace
+from workers.engines.base import PoolLocation
 from workers.serving.reuse import PooledKV
 
 PATIENCE_S = 120  # of a busy machine
@@ -136,8 +136,8 @@ async def test_a_mapped_cache_that_vllm_could_not_load_made_no_mapped_answer(
     assert place is not None
     native = large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
 
-    def written_since(source: PooledKV) -> PoolPlace:
-        stale: PoolPlace = place(source)
+    def written_since(source: PooledKV) -> PoolLocation:
+        stale: PoolLocation = place(source)
         return replace(stale, generations=tuple(generation + 2 for generation in stale.generations))
 
     with monkeypatch.context() as planted:

@@ -6,15 +6,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from workers.settings import ENGINES, WorkerSettings
+
 if TYPE_CHECKING:
     from workers.engines.base import Engine
-    from workers.settings import WorkerSettings
-
-ENGINES = {
-    "transformers": "workers.engines.transformers.engine:load",
-    "vllm": "workers.engines.vllm.loading:load",
-}
-
 
 def load_engine(settings: WorkerSettings) -> Engine:
     """The engine that the settings name, its model loaded. Takes seconds; raises `SettingsError`."""

@@ -28,9 +28,9 @@ from mappers.fingerprint import fingerprint, tokenizer_digest
 from mappers.model_config import context_of, geometry_of
 from workers.api.config import SettingsError
 from workers.api.schemas import FormatType, KVLayout, PoolExport
-from workers.engines.rates import RateMeter
 from workers.engines.scheduling import Admission, Claim, Compute
 from workers.engines.tokenizer import Tokenizer
+from workers.rates import RateMeter
 from workers.settings import WorkerSettings
 
 MIN_LOADED_TOKENS = 16  # fewer are read: nearly all prompts share their first few tokens
@@ -43,12 +43,12 @@ class KVSource(Protocol):
         """Copy it into these views. Runs on the compute thread."""
 
     @property
-    def place(self) -> PoolPlace:
+    def place(self) -> PoolLocation:
         """Where it stands, for an engine that copies it itself, in another process."""
 
 
 @dataclass(frozen=True)
-class PoolPlace:
+class PoolLocation:
     """Blocks of a pool, from token 0 on, and their generations."""
 
     pool: PoolExport

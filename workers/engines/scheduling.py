@@ -10,7 +10,7 @@ Work that takes long is cut into steps by its caller (a chunk of a prompt, one d
 each step queues anew. So steps of different requests interleave: highest priority first, first come first served
 within one.
 
-`Rounds`: one more token for each of several answers, in one step on the compute thread.
+`Batcher`: one more token for each of several answers, in one step on the compute thread.
 
     waiting ──► at most `max_rows`, the highest priority first ──► one step ──► each is told its token ──► waiting
 
@@ -150,7 +150,7 @@ class Compute:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             if not done.cancel():
-                await settled(waiting)
+                await wait_until_done(waiting)
             raise
 
     def submit(self, step: Callable[[], R], *, priority: int = 0) -> Future[R]:
@@ -201,7 +201,7 @@ class Compute:
             self.busy_at = time.monotonic()
 
 
-async def settled(waiting: asyncio.Future[Any]) -> None:
+async def wait_until_done(waiting: asyncio.Future[Any]) -> None:
     """Wait until a step that runs has ended, however often the waiter is cancelled meanwhile."""
     while not waiting.done():
         try:
@@ -218,7 +218,7 @@ Row = TypeVar("Row")
 Told = TypeVar("Told")
 
 
-class _Place(Generic[Row, Told]):
+class _Waiter(Generic[Row, Told]):
     def __init__(self, row: Row, priority: int):
         self.row = row
         self.priority = priority
@@ -234,7 +234,7 @@ class _Place(Generic[Row, Told]):
             self.told.set_result(outcome)
 
 
-class Rounds(Generic[Row, Told]):
+class Batcher(Generic[Row, Told]):
     """`run(rows, priority)` has the compute thread take the step, and gives for each row what it is told, or what went
     wrong with it alone. A step that fails as a whole, and so has left no trace, is taken once more by each row for
     itself: one that is at fault spoils no other's answer."""
@@ -242,12 +242,12 @@ class Rounds(Generic[Row, Told]):
     def __init__(self, run: Callable[[Sequence[Row], int], Awaitable[Sequence[Told | Exception]]], max_rows: int):
         self._run = run
         self._max_rows = max_rows
-        self._waiting: list[_Place[Row, Told]] = []
+        self._waiting: list[_Waiter[Row, Told]] = []
         self._turning: asyncio.Task[None] | None = None
 
     async def join(self, row: Row, *, priority: int = 0) -> Told:
         """What the step of the next round tells of `row`. Cancelled, it leaves before the step or waits it out."""
-        place = _Place[Row, Told](row, priority)
+        place = _Waiter[Row, Told](row, priority)
         self._waiting.append(place)
         if self._turning is None or self._turning.done():
             self._turning = asyncio.create_task(self._turn())
@@ -257,7 +257,7 @@ class Rounds(Generic[Row, Told]):
             if place in self._waiting:
                 self._waiting.remove(place)
             else:
-                await settled(place.ended)
+                await wait_until_done(place.ended)
             raise
 
     async def _turn(self) -> None:
@@ -265,12 +265,12 @@ class Rounds(Generic[Row, Told]):
             await self._take(self._choose())
             await asyncio.sleep(0)  # whoever was told a token comes again before the next round begins
 
-    def _choose(self) -> list[_Place[Row, Told]]:
+    def _choose(self) -> list[_Waiter[Row, Told]]:
         chosen = sorted(self._waiting, key=lambda place: -place.priority)[: self._max_rows]
         self._waiting = [place for place in self._waiting if place not in chosen]
         return chosen
 
-    async def _take(self, places: Sequence[_Place[Row, Told]]) -> None:
+    async def _take(self, places: Sequence[_Waiter[Row, Told]]) -> None:
         try:
             for place, outcome in zip(places, await self._outcomes(places), strict=True):
                 place.tell(outcome)
@@ -278,7 +278,7 @@ class Rounds(Generic[Row, Told]):
             for place in places:
                 place.ended.set_result(None)
 
-    async def _outcomes(self, places: Sequence[_Place[Row, Told]]) -> Sequence[Told | Exception]:
+    async def _outcomes(self, places: Sequence[_Waiter[Row, Told]]) -> Sequence[Told | Exception]:
         try:
             return await self._run([place.row for place in places], max(place.priority for place in places))
         except Exception as error:
@@ -288,12 +288,12 @@ class Rounds(Generic[Row, Told]):
             log.warning("a round of %d answers failed, and is taken one by one: %s", len(places), fields)
             return [await self._alone(place, error) for place in places]
 
-    async def _alone(self, place: _Place[Row, Told], error: Exception) -> Told | Exception:
+    async def _alone(self, place: _Waiter[Row, Told], error: Exception) -> Told | Exception:
         """Nothing is done for who has left meanwhile."""
         return error if place.told.done() else (await self._outcomes([place]))[0]
 
 
-def share_out_here(num_threads: int) -> None:
+def set_compute_threads(num_threads: int) -> None:
     """This thread's work goes to `num_threads`, that of threads which have not yet used torch stays theirs alone.
 
     A second thread that shared its work out would have helpers of its own, and once there are more of them than cores,

@@ -24,7 +24,7 @@ from typing import Any
 
 from mappers.fingerprint import RECIPE_FILE, file_digest
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Family:
     target: Path
     bundle: Path
     corpus: str
-    prepare: Callable[[Say], None]
+    prepare: Callable[[ReportProgress], None]
     conversations: Callable[[], list[Any]]
 
 
@@ -49,7 +49,7 @@ def recipe_fingerprint(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def is_made(folder: Path, fingerprint: str) -> bool:
+def is_built(folder: Path, fingerprint: str) -> bool:
     """Whether `folder` holds the finished result of this very recipe."""
     try:
         record = json.loads((folder / RECIPE_FILE).read_text())
@@ -58,12 +58,12 @@ def is_made(folder: Path, fingerprint: str) -> bool:
     return bool(record.get("fingerprint") == fingerprint and (folder / "model.safetensors").exists())
 
 
-def make(folder: Path, fingerprint: str, build: Callable[[Path], None]) -> None:
+def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None]) -> None:
     """Let `build` fill an empty folder, then put it in `folder`'s place, whole or not at all. A second caller waits
     for the first and finds the work done."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / f".{folder.name}.lock"):
-        if is_made(folder, fingerprint):
+        if is_built(folder, fingerprint):
             return
         scratch = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:

@@ -11,6 +11,6 @@ Knows no HTTP: a peer is whatever leases, as `WorkerClient` does.
 """
 
 from workers.handoff.handoffs import Handoffs, chunks
-from workers.handoff.target import HandoffTarget, Outcome
+from workers.handoff.target import HandoffResult, HandoffTarget
 
-__all__ = ["HandoffTarget", "Handoffs", "Outcome", "chunks"]
+__all__ = ["HandoffTarget", "Handoffs", "HandoffResult", "chunks"]

@@ -35,9 +35,9 @@ from workers.api.errors import (
     TransferFailed,
 )
 from workers.api.schemas import LeaseRequest, Ticket, TransferReply, TransferRequest
-from workers.handoff.plan import Ask, Made, Plan, decide, plan_handoff
-from workers.handoff.source import Source
-from workers.handoff.target import HandoffTarget, Outcome, Peer
+from workers.handoff.plan import CostQuery, HandoffHistory, HandoffPlan, decide, plan_handoff
+from workers.handoff.source import SourceReader
+from workers.handoff.target import HandoffResult, HandoffTarget, SourcePeer
 from workers.pool.blocks import BlockSpan, blocks_for
 from workers.pool.entries import CacheEntry, Hold, Span
 from workers.sharing import Job, SharedWork
@@ -51,7 +51,7 @@ RELEASE_TIMEOUT_S = 1.0
 
 
 @dataclass
-class Clock:
+class HandoffTimer:
     """Seconds spent in the parts of one handoff. Mapping and writing interleave; `mapping_s` holds both."""
 
     started: float = field(default_factory=time.perf_counter)
@@ -75,11 +75,11 @@ class Handoffs:
 
     def __init__(self, target: HandoffTarget):
         self._target = target
-        self._made = Made(target.pool)
+        self._made = HandoffHistory(target.pool)
         self._work: SharedWork[TransferReply] = SharedWork(max_jobs=target.max_handoffs)
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def transfer(self, request: TransferRequest, *, peer: Peer) -> TransferReply:
+    async def transfer(self, request: TransferRequest, *, peer: SourcePeer) -> TransferReply:
         """Bring a cache of `peer` over. `peer` is the client of `request.source_worker`.
 
         Raises `CacheNotFound`, `CacheStale`, `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`,
@@ -101,19 +101,19 @@ class Handoffs:
         if self._releases:
             await asyncio.wait(self._releases)
 
-    async def _observed(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> TransferReply:
-        clock = Clock()
+    async def _observed(self, request: TransferRequest, peer: SourcePeer, job: Job[TransferReply]) -> TransferReply:
+        clock = HandoffTimer()
         try:
             plan, reply = await self._hand_over(request, peer, job, clock)
         except (Exception, asyncio.CancelledError) as error:
-            self._target.observe(Outcome(_result_of(error, job), clock.total_s))
+            self._target.observe(HandoffResult(_result_of(error, job), clock.total_s))
             raise
-        self._target.observe(Outcome("ok", clock.total_s, plan.num_mapped, reply))
+        self._target.observe(HandoffResult("ok", clock.total_s, plan.num_mapped, reply))
         return reply
 
     async def _hand_over(
-        self, request: TransferRequest, peer: Peer, job: Job[TransferReply], clock: Clock
-    ) -> tuple[Plan, TransferReply]:
+        self, request: TransferRequest, peer: SourcePeer, job: Job[TransferReply], clock: HandoffTimer
+    ) -> tuple[HandoffPlan, TransferReply]:
         ticket = await self._lease(request, peer, job)
         clock.lease_s = clock.total_s
         is_done = False
@@ -131,19 +131,19 @@ class Handoffs:
             self._give_back(peer, ticket, is_done=is_done)
         return plan, _reply(entry, plan, self._target.pool.epoch, clock)
 
-    async def _lease(self, request: TransferRequest, peer: Peer, job: Job[TransferReply]) -> Ticket:
+    async def _lease(self, request: TransferRequest, peer: SourcePeer, job: Job[TransferReply]) -> Ticket:
         """A ticket that lasts as long as this handoff may. One that is granted and never arrives expires by itself."""
         job.check()
         ttl_s = min(job.remaining_s + LEASE_MARGIN_S, MAX_LEASE_S)
         lease = LeaseRequest(ttl_s=ttl_s, tenant_salt=request.tenant_salt)
         return await peer.lease(request.cache_id, lease, timeout_s=job.remaining_s)
 
-    def _decided(self, plan: Plan, request: TransferRequest, job: Job[TransferReply]) -> Plan:
+    def _decided(self, plan: HandoffPlan, request: TransferRequest, job: Job[TransferReply]) -> HandoffPlan:
         """The plan as its costs allow. Raises `PrefillCheaper`, `NoTime`."""
         if not request.by_cost:
             return plan
         target = self._target
-        ask = Ask(
+        ask = CostQuery(
             head=plan.head,
             reused=plan.reused,
             end=plan.num_tokens,
@@ -161,7 +161,12 @@ class Handoffs:
         return replace(plan, num_tokens=decision.end, is_hybrid=decision.kind == "hybrid", reason=decision.reason)
 
     async def _bring(
-        self, plan: Plan, before: Sequence[int], request: TransferRequest, job: Job[TransferReply], clock: Clock
+        self,
+        plan: HandoffPlan,
+        before: Sequence[int],
+        request: TransferRequest,
+        job: Job[TransferReply],
+        clock: HandoffTimer,
     ) -> CacheEntry:
         pool, run_step, size = self._target.pool, self._target.run_step, self._target.pool.layout.block_tokens
         shared = tuple(before[: plan.reused // size])
@@ -196,19 +201,19 @@ class Handoffs:
         self._made.note(entry)
         return entry
 
-    def _check_still_used(self, plan: Plan) -> None:
+    def _check_still_used(self, plan: HandoffPlan) -> None:
         """Its bundle may have been switched off meanwhile, and what it had made dropped."""
         if plan.mapper not in self._target.mappers():
             raise BundleUnusable(f"bundle {plan.mapper.bundle_id} was switched off meanwhile", param="mapper")
 
-    async def _open(self, ticket: Ticket, peer_name: str, job: Job[TransferReply], clock: Clock) -> Source:
+    async def _open(self, ticket: Ticket, peer_name: str, job: Job[TransferReply], clock: HandoffTimer) -> SourceReader:
         started = time.perf_counter()
-        source = Source(self._target, peer_name, ticket, job)
+        source = SourceReader(self._target, peer_name, ticket, job)
         await source.open()
         clock.open_s = time.perf_counter() - started
         return source
 
-    async def _read_head(self, plan: Plan, salt: str, blocks: Sequence[int], clock: Clock) -> None:
+    async def _read_head(self, plan: HandoffPlan, salt: str, blocks: Sequence[int], clock: HandoffTimer) -> None:
         started = time.perf_counter()
         kv = await self._target.prefill_head(plan.token_ids[: plan.head], salt)
         if (kv.start, kv.num_tokens) != (0, plan.head):
@@ -216,7 +221,7 @@ class Handoffs:
         await self._target.run_step(lambda: self._target.pool.scatter(blocks, kv))
         clock.head_s = time.perf_counter() - started
 
-    def _map(self, plan: Plan, blocks: Sequence[int], clock: Clock, span: BlockSpan) -> None:
+    def _map(self, plan: HandoffPlan, blocks: Sequence[int], clock: HandoffTimer, span: BlockSpan) -> None:
         """One chunk of the source into our blocks: copies from block to block, the other layers by the map. Runs on the
         compute thread."""
         mapper = plan.mapper
@@ -230,14 +235,14 @@ class Handoffs:
         clock.mapping_s += mapped - copied
         clock.scratch_bytes = max(clock.scratch_bytes, span.scratch_bytes + mapper.scratch_bytes)
 
-    def _give_back(self, peer: Peer, ticket: Ticket, *, is_done: bool) -> None:
+    def _give_back(self, peer: SourcePeer, ticket: Ticket, *, is_done: bool) -> None:
         """End the lease without waiting for it: the peer may be frozen, and its leases expire. Where a source is to be
         released, its cache goes as well."""
         release = asyncio.create_task(self._release(peer, ticket, drop=is_done and self._target.release_source))
         self._releases.add(release)
         release.add_done_callback(self._releases.discard)
 
-    async def _release(self, peer: Peer, ticket: Ticket, *, drop: bool) -> None:
+    async def _release(self, peer: SourcePeer, ticket: Ticket, *, drop: bool) -> None:
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 await peer.release(ticket.cache_id, ticket.lease_id, timeout_s=RELEASE_TIMEOUT_S)
@@ -262,7 +267,7 @@ def chunks(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
-def _timed(write: TogetherSink, clock: Clock) -> TogetherSink:
+def _timed(write: TogetherSink, clock: HandoffTimer) -> TogetherSink:
     def sink(first: int, states: Tensor) -> None:
         started = time.perf_counter()
         write(first, states)
@@ -271,7 +276,7 @@ def _timed(write: TogetherSink, clock: Clock) -> TogetherSink:
     return sink
 
 
-def _reply(entry: CacheEntry, plan: Plan, epoch: str, clock: Clock) -> TransferReply:
+def _reply(entry: CacheEntry, plan: HandoffPlan, epoch: str, clock: HandoffTimer) -> TransferReply:
     return TransferReply(
         cache_id=entry.cache_id,
         num_tokens=entry.num_tokens,

@@ -10,7 +10,8 @@ What to make of a request for a handoff, by what it costs. Plain functions from 
 The tail is worth most for quality, so what a handoff may cost beyond the mapping goes into a longer one: as far as
 everything still takes no more than a share of a full prefill.
 
-`Made`: the caches that handoffs have left in this pool, so that one that goes further begins where the last ended.
+`HandoffHistory`: the caches that handoffs have left in this pool, so that one that goes further
+begins where the last ended.
 
     earlier     |head|◄──── mapped ────►|◄ native ►
     now         |head|◄──────────── to map ────────────►|
@@ -34,16 +35,16 @@ from mappers.mapper import Mapper
 from workers.api.errors import BundleUnusable, CacheMismatch, CacheNotFound, InvalidRequest, TransferFailed
 from workers.api.schemas import MAPPED, KVLayout, Ticket, TransferRequest
 from workers.digest import token_digest
-from workers.engines.rates import Costs
 from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.entries import EXACT, CacheEntry, Hold
 from workers.pool.pool import Pool
+from workers.rates import Costs
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Plan:
+class HandoffPlan:
     """A ticket that has passed all checks, and what to make of it: tokens `[0, head)` natively, `[head, num_tokens)`
     by `mapper`; of those the first `reused`, head and all, stand here already. `reason` says why so far and no
     further, `is_hybrid` that it could have gone further."""
@@ -81,7 +82,7 @@ class Plan:
 
 def plan_handoff(
     request: TransferRequest, ticket: Ticket, pool: Pool, mappers: Sequence[Mapper], *, max_tokens: int | None = None
-) -> Plan:
+) -> HandoffPlan:
     """Everything that must hold before a source block is read; `max_tokens` is the target's context. Raises
     `CacheMismatch`, `BundleUnusable`, `InvalidRequest`, `TransferFailed`."""
     _check_ticket(request, ticket)
@@ -104,7 +105,7 @@ def plan_handoff(
         raise InvalidRequest(
             f"native_head {request.native_head} leaves none of {num_tokens} tokens to map", param="native_head"
         )
-    return Plan(ticket, mapper, request.native_head, num_tokens)
+    return HandoffPlan(ticket, mapper, request.native_head, num_tokens)
 
 
 def choose_mapper(
@@ -167,7 +168,7 @@ def _check_layout(what: str, layout: KVLayout, geometry: KVGeometry, mapper: Map
 
 
 @dataclass(frozen=True)
-class Ask:
+class CostQuery:
     """Tokens `[head, end)` are to be mapped, those before `reused` are mapped already; the source holds `standing`
     tokens, of which the request will read the rest natively. `share` of a full prefill is what everything may take."""
 
@@ -194,7 +195,7 @@ class Decision:
     native_s: float | None = None
 
 
-def decide(ask: Ask, costs: Costs) -> Decision:
+def decide(ask: CostQuery, costs: Costs) -> Decision:
     if not costs.are_known:
         return Decision("map", ask.end, "unmeasured")
     handoff_s, native_s = costs.handoff_s(ask.to_map(ask.end)), costs.prefill_s(0, ask.end)
@@ -208,7 +209,7 @@ def decide(ask: Ask, costs: Costs) -> Decision:
     return Decision("map", end, "cheapest", handoff_s, native_s)
 
 
-def _shortest_end(ask: Ask, costs: Costs) -> int:
+def _shortest_end(ask: CostQuery, costs: Costs) -> int:
     """How far to map, so that the rest can be read natively within the share; whole blocks only."""
     allowed_s = ask.share * costs.prefill_s(0, ask.standing)
     end, least = ask.end, max(ask.head + 1, ask.reused)
@@ -223,7 +224,7 @@ MAX_KNOWN = 256
 MAX_COMPARED_TOKENS = 2**19  # a few hundredths of a second
 
 
-class Made:
+class HandoffHistory:
     """For use on one event loop. Remembers ids only; the pool evicts as it likes."""
 
     def __init__(self, pool: Pool, *, max_compared_tokens: int = MAX_COMPARED_TOKENS):
@@ -236,7 +237,7 @@ class Made:
         if len(self._ids) > MAX_KNOWN:
             self._ids.popitem(last=False)
 
-    def longest(self, plan: Plan, salt: str) -> tuple[Hold, int]:
+    def longest(self, plan: HandoffPlan, salt: str) -> tuple[Hold, int]:
         """The cache that shares the most mapped tokens with the plan, held, and how many, head and all. An empty hold
         if none does."""
         best, shared = self._best(plan, salt)
@@ -247,7 +248,7 @@ class Made:
             pass  # another thread made room meanwhile
         return Hold((), 0, lambda blocks: None), 0
 
-    def _best(self, plan: Plan, salt: str) -> tuple[CacheEntry | None, int]:
+    def _best(self, plan: HandoffPlan, salt: str) -> tuple[CacheEntry | None, int]:
         """The one that shares most, and how many tokens. Those that can share most are compared first, until none that
         is left can share more: this runs on the event loop."""
         token_ids, best, most, left = plan.token_ids, None, 0, self._max_compared_tokens
@@ -261,7 +262,7 @@ class Made:
                 best, most = entry, shared
         return (best, most) if most > plan.head else (None, 0)
 
-    def _at_most(self, entry: CacheEntry, plan: Plan) -> int:
+    def _at_most(self, entry: CacheEntry, plan: HandoffPlan) -> int:
         """How many tokens they share if none differs."""
         return self._whole_blocks(min(entry.mapped.end if entry.mapped else 0, plan.num_tokens))
 
@@ -276,7 +277,7 @@ class Made:
             return None
 
 
-def _is_alike(entry: CacheEntry, plan: Plan, salt: str) -> bool:
+def _is_alike(entry: CacheEntry, plan: HandoffPlan, salt: str) -> bool:
     """Whether its tokens, as far as they are the plan's, stand there as the plan would make them."""
     same = (entry.tenant_salt, entry.provenance) == (salt, plan.provenance)
     return same and entry.mapped is not None and entry.mapped.begin == plan.head

@@ -1,4 +1,4 @@
-"""`Source`: the source's blocks for one handoff, by the fastest transport that works.
+"""`SourceReader`: the source's blocks for one handoff, by the fastest transport that works.
 
     ways    shm ──► tcp ──► none left: the last one's error
              │       └── opened when the one before has failed, to open or in the middle
@@ -23,29 +23,29 @@ from workers.handoff.target import HandoffTarget
 from workers.pool.blocks import BlockSpan
 from workers.sharing import Job
 from workers.transports import choose
-from workers.transports.base import Reader, Room
+from workers.transports.base import CopyBuffer, Reader
 
 R = TypeVar("R")
 
 
-class _ReadFailed(Exception):
+class _TransportFailed(Exception):
     def __init__(self, error: KvrelayError):
         super().__init__(error.message)
         self.error = error
 
 
 @contextmanager
-def _telling_failures() -> Iterator[None]:
+def _transport_errors() -> Iterator[None]:
     """What fails here is the transport's failure, unless it is the cache's or the time's."""
     try:
         yield
     except (CacheUnusable, DeadlineExceeded):
         raise
     except KvrelayError as error:
-        raise _ReadFailed(error) from error
+        raise _TransportFailed(error) from error
 
 
-class Source:
+class SourceReader:
     """For use on one event loop. `copy_s` is what fetching has taken, `copy_bytes` the memory for what was fetched, and
     `kind` the transport that reads."""
 
@@ -58,7 +58,7 @@ class Source:
         self._job = job
         self._ways = choose(ticket.ways, target.site)
         self._failures: list[tuple[str, KvrelayError]] = []
-        self._room = Room()
+        self._room = CopyBuffer()
         self._reader: Reader | None = None
 
     @property
@@ -91,7 +91,7 @@ class Source:
             assert reader is not None, "a source is opened before it is used"
             try:
                 return await self._use(reader, begin, end, use)
-            except _ReadFailed as failed:
+            except _TransportFailed as failed:
                 self._note(reader.export.kind, failed.error)
                 await self.open()
 
@@ -111,14 +111,14 @@ class Source:
         """A copy, which stands until the next is fetched."""
         started = time.perf_counter()
         try:
-            with _telling_failures(), self._reading(self._open(way), begin, end) as span:
+            with _transport_errors(), self._reading(self._open(way), begin, end) as span:
                 return span
         finally:
             self.copy_s += time.perf_counter() - started
 
     def _use_in_place(self, reader: Reader, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
         with ExitStack() as held:
-            with _telling_failures():
+            with _transport_errors():
                 span = held.enter_context(self._reading(reader, begin, end))
             use(span)
 

@@ -10,15 +10,15 @@ from mappers.cache import KVCache
 from mappers.mapper import Mapper
 from workers.api.errors import KvrelayError
 from workers.api.schemas import LeaseRequest, Site, Ticket, TransferReply
-from workers.engines.rates import Costs
 from workers.pool.pool import Pool
+from workers.rates import Costs
 from workers.transports.readers import Readers
 
 CHUNK_TOKENS = 512
 MAX_HANDOFFS = 16
 
 
-class Peer(Protocol):
+class SourcePeer(Protocol):
     """The calls of the source worker that a handoff makes."""
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket: ...
@@ -44,7 +44,7 @@ PrefillHead = Callable[[Sequence[int], str], Awaitable[KVCache]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HandoffResult:
     """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code (`internal_error` for a bug),
     or `cancelled`; `reply` is there if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
 
@@ -76,7 +76,7 @@ class HandoffTarget:
     run_step: RunStep
     readers: Readers
     site: Site
-    observe: Callable[[Outcome], None] = lambda outcome: None
+    observe: Callable[[HandoffResult], None] = lambda outcome: None
     transport_failed: Callable[[str, KvrelayError], None] = lambda kind, error: None
     release_source: bool = False
     source_released: Callable[[], None] = lambda: None

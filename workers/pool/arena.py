@@ -186,10 +186,6 @@ def process_id() -> str:
     return secrets.token_hex(16)
 
 
-def new_epoch() -> str:
-    return secrets.token_hex(16)
-
-
 def num_blocks_in(budget_bytes: int, layout: KVLayout, budget: str = "pool_bytes") -> int:
     """How many blocks a byte budget pays for; `budget` is what the user calls it."""
     num_blocks = budget_bytes // block_bytes(layout)
@@ -199,30 +195,6 @@ def num_blocks_in(budget_bytes: int, layout: KVLayout, budget: str = "pool_bytes
             param=budget,
         )
     return num_blocks
-
-
-def create_arena(
-    kind: str,
-    layout: KVLayout,
-    budget_bytes: int,
-    *,
-    worker: str,
-    epoch: str,
-    directory: Path = SHM,
-    device: str = "cuda",
-    budget: str = "pool_bytes",
-) -> Arena:
-    """A new arena of the kind named: `shm`, `cuda_ipc` (on `device`) or `inproc`. Errors as `num_blocks_in`."""
-    num_blocks = num_blocks_in(budget_bytes, layout, budget)
-    if kind == HeapArena.kind:
-        return HeapArena(layout, num_blocks, epoch)
-    if kind == ShmArena.kind:
-        return ShmArena(layout, num_blocks, epoch, worker, directory)
-    if kind == "cuda_ipc":
-        from workers.pool.cuda import CudaArena  # loads the CUDA runtime
-
-        return CudaArena(layout, num_blocks, epoch, worker, directory, device)
-    raise InvalidRequest(f"unknown pool kind {kind!r}; known: inproc, shm, cuda_ipc", param="pool")
 
 
 @dataclass(frozen=True)

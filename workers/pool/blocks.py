@@ -61,7 +61,7 @@ def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | s
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockRun:
     """Tokens `[low, high)` of every block in `blocks`; they are tokens `[at, at + len(blocks) * (high - low))` of the
     range that is copied."""
 
@@ -81,7 +81,7 @@ class Piece:
         return slice(first, first + count) if self.blocks == tuple(range(first, first + count)) else None
 
 
-def pieces(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[Piece]:
+def block_runs(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[BlockRun]:
     """The range `[begin, end)` of a sequence that lies in `blocks`, cut where whole blocks begin and end."""
     check_range(blocks, begin, end, block_tokens)
     at = begin
@@ -89,13 +89,13 @@ def pieces(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> It
         first, low = divmod(at, block_tokens)
         whole = 0 if low else (end - at) // block_tokens
         high = block_tokens if whole else min(block_tokens, low + end - at)
-        yield (piece := Piece(tuple(blocks[first : first + max(whole, 1)]), low, high, at - begin))
+        yield (piece := BlockRun(tuple(blocks[first : first + max(whole, 1)]), low, high, at - begin))
         at += piece.num_tokens
 
 
 def copy_out(data: Tensor, blocks: Sequence[int], out: KVCache) -> None:
     """Fill `out` with tokens `[out.start, out.start + out.num_tokens)` of the sequence in `blocks` of `data`."""
-    for piece in pieces(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
+    for piece in block_runs(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
         for layer, (keys, values) in enumerate(zip(out.keys, out.values, strict=True)):
             _take(data[:, layer, KEY], piece, _window(keys, piece))
             _take(data[:, layer, VALUE], piece, _window(values, piece))
@@ -111,7 +111,7 @@ def copy_layer_in(
     data: Tensor, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor
 ) -> None:
     """Write one layer's keys and values, `(H, T, D)` each, as tokens `[begin, begin + T)`."""
-    for piece in pieces(blocks, begin, begin + keys.shape[1], data.shape[3]):
+    for piece in block_runs(blocks, begin, begin + keys.shape[1], data.shape[3]):
         _give(data[:, layer, KEY], piece, _window(keys, piece))
         _give(data[:, layer, VALUE], piece, _window(values, piece))
 
@@ -119,7 +119,7 @@ def copy_layer_in(
 def copy_layers_in(data: Tensor, blocks: Sequence[int], begin: int, first: int, states: Tensor) -> None:
     """Write the layers from `first` on, keys and values `(n, 2, T, H, D)`, as tokens `[begin, begin + T)`."""
     store = data[:, first : first + len(states)]  # (num_blocks, n, 2, block_tokens, H, D)
-    for piece in pieces(blocks, begin, begin + states.shape[2], data.shape[3]):
+    for piece in block_runs(blocks, begin, begin + states.shape[2], data.shape[3]):
         shape = (len(states), 2, len(piece.blocks), piece.high - piece.low, *states.shape[3:])
         window = states[:, :, piece.at : piece.at + piece.num_tokens].view(shape).movedim(2, 0)
         if piece.row is not None:
@@ -141,14 +141,14 @@ def check_range(blocks: Sequence[int], begin: int, end: int, block_tokens: int) 
         raise InvalidRequest(f"tokens [{begin}, {end}) do not lie in {len(blocks)} blocks of {block_tokens}")
 
 
-def _window(layer: Tensor, piece: Piece) -> Tensor:
+def _window(layer: Tensor, piece: BlockRun) -> Tensor:
     """The piece's place in a layer `(H, T, D)`, as a view `(blocks, tokens, H, D)`."""
     heads, _, dim = layer.shape
     window = layer[:, piece.at : piece.at + piece.num_tokens]
     return window.view(heads, len(piece.blocks), piece.high - piece.low, dim).permute(1, 2, 0, 3)
 
 
-def _take(store: Tensor, piece: Piece, window: Tensor) -> None:
+def _take(store: Tensor, piece: BlockRun, window: Tensor) -> None:
     """Fill the piece's window from one layer's blocks `(num_blocks, block_tokens, H, D)`."""
     alike = window.is_contiguous() and (window.dtype, window.device) == (store.dtype, store.device)
     if piece.row is None and alike:
@@ -157,7 +157,7 @@ def _take(store: Tensor, piece: Piece, window: Tensor) -> None:
         window.copy_(taken(store, piece))
 
 
-def _give(store: Tensor, piece: Piece, window: Tensor) -> None:
+def _give(store: Tensor, piece: BlockRun, window: Tensor) -> None:
     """Write the piece's window to one layer's blocks."""
     if piece.row is not None:
         store[piece.row, piece.low : piece.high].copy_(window)
@@ -165,7 +165,7 @@ def _give(store: Tensor, piece: Piece, window: Tensor) -> None:
         store.index_copy_(0, _index(piece, store), window.to(store))
 
 
-def taken(store: Tensor, piece: Piece) -> Tensor:
+def taken(store: Tensor, piece: BlockRun) -> Tensor:
     """The piece of one layer's blocks `(num_blocks, block_tokens, H, D)`, as `(blocks, tokens, H, D)`: a view if they
     stand in a row."""
     if piece.row is None:
@@ -173,7 +173,7 @@ def taken(store: Tensor, piece: Piece) -> Tensor:
     return store[piece.row, piece.low : piece.high]
 
 
-def _index(piece: Piece, store: Tensor) -> Tensor:
+def _index(piece: BlockRun, store: Tensor) -> Tensor:
     return torch.tensor(piece.blocks, dtype=torch.int64, device=store.device)
 
 
@@ -222,8 +222,8 @@ class BlockSpan:
             at += count
 
     @cached_property
-    def _pieces(self) -> list[Piece]:
-        return list(pieces(self.blocks, self.offset, self.offset + self.num_tokens, self.data.shape[3]))
+    def _pieces(self) -> list[BlockRun]:
+        return list(block_runs(self.blocks, self.offset, self.offset + self.num_tokens, self.data.shape[3]))
 
 
 def _runs(layers: Mapping[int, int]) -> list[tuple[slice, slice]]:

@@ -278,7 +278,7 @@ class Pool(PoolMemory):
                 return 0
             if tip is not None and not self.stands(tip):
                 return 0
-            chain = [entry for entry in self.mapped() if is_beginning(entry, exact)]
+            chain = [entry for entry in self.mapped() if is_prefix(entry, exact)]
             for entry in chain:
                 self._forget(entry)
                 self._successors[entry.cache_id] = exact.cache_id
@@ -429,7 +429,7 @@ def _check_use(entry: CacheEntry, salt: str, require_exact: bool) -> None:
         raise CacheMismatch(f"{entry.cache_id} is {entry.provenance}; an exact cache is required", param="cache_id")
 
 
-def is_beginning(entry: CacheEntry, whole: CacheEntry) -> bool:
+def is_prefix(entry: CacheEntry, whole: CacheEntry) -> bool:
     same_tenant = secrets.compare_digest(entry.tenant_salt, whole.tenant_salt)
     return same_tenant and entry.common_prefix(whole.token_ids) == entry.num_tokens
 

@@ -86,7 +86,7 @@ class BlockLedger:
 
 
 @dataclass(frozen=True)
-class _Indexed:
+class _IndexEntry:
     key: bytes
     cache_id: str
 
@@ -94,7 +94,7 @@ class _Indexed:
 class PrefixIndex:
     def __init__(self) -> None:
         self._blocks_by_key: dict[bytes, list[int]] = {}  # equal contents, the newest last
-        self._by_block: dict[int, _Indexed] = {}
+        self._by_block: dict[int, _IndexEntry] = {}
 
     def __len__(self) -> int:
         return len(self._by_block)
@@ -104,7 +104,7 @@ class PrefixIndex:
         for key, block in zip(keys, blocks, strict=False):
             if block not in self._by_block:
                 self._blocks_by_key.setdefault(key, []).append(block)
-            self._by_block[block] = _Indexed(key, cache_id)
+            self._by_block[block] = _IndexEntry(key, cache_id)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix."""

@@ -1,4 +1,4 @@
-"""`TicketOffice`: a worker's leases as the messages of `workers.api`."""
+"""`TicketIssuer`: a worker's leases as the messages of `workers.api`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.pool.pool import Pool
 
 
 @dataclass(frozen=True)
-class TicketOffice:
+class TicketIssuer:
     """Gives tickets for a pool whose blocks the model called `model` has computed. `streams` are ways to it beside the
     pool's own."""
 

@@ -31,14 +31,14 @@ from workers.api.schemas import KVLayout, Provenance
 from workers.pool.arena import Arena, num_blocks_in
 from workers.pool.blocks import block_shape, torch_dtype
 from workers.pool.entries import CacheEntry, Hold, PoolStats
-from workers.pool.pool import CLEAR_BATCH, Pool, is_beginning
+from workers.pool.pool import CLEAR_BATCH, Pool, is_prefix
 from workers.pool.tables import BlockLedger, choose_victims
 
-Name = tuple[int, int]  # a block of the pool, and its generation
+BlockVersion = tuple[int, int]  # a block of the pool, and its generation
 
 
 @dataclass(frozen=True)
-class Kept:
+class TierEntry:
     """A cache's copy: slot i holds its block i. `copies` are the (block, slot) pairs that were not here yet."""
 
     entry: CacheEntry
@@ -54,9 +54,9 @@ class HostTier:
         self.data = torch.zeros((num_slots, *block_shape(layout)), dtype=torch_dtype(layout.dtype))
         self.num_slots = num_slots
         self._ledger = BlockLedger(num_slots)
-        self._slot_of: dict[Name, int] = {}
-        self._name_of: dict[int, Name] = {}
-        self._kept: OrderedDict[str, Kept] = OrderedDict()  # least recently used first
+        self._slot_of: dict[BlockVersion, int] = {}
+        self._name_of: dict[int, BlockVersion] = {}
+        self._kept: OrderedDict[str, TierEntry] = OrderedDict()  # least recently used first
         self._by_key: dict[bytes, list[str]] = {}
         self._busy: set[str] = set()  # being copied back
         self._next_expiry = math.inf
@@ -69,7 +69,7 @@ class HostTier:
     def has_dirty(self) -> bool:
         return self._ledger.has_dirty
 
-    def admit(self, entry: CacheEntry, generations: Sequence[int]) -> Kept | None:
+    def admit(self, entry: CacheEntry, generations: Sequence[int]) -> TierEntry | None:
         """Room for a cache, at the cost of those used least recently; None if there cannot be enough. The caller makes
         the copies of all that were admitted, in order, before it calls `commit` or `abandon` for each."""
         names = tuple(zip(entry.blocks, generations, strict=True))
@@ -84,16 +84,16 @@ class HostTier:
         for name, slot in zip(missing, taken, strict=True):
             self._slot_of[name], self._name_of[slot] = slot, name
         copies = tuple((block, slots[block, generation]) for block, generation in missing)
-        return Kept(entry, tuple(slots[name] for name in names), copies)
+        return TierEntry(entry, tuple(slots[name] for name in names), copies)
 
-    def commit(self, kept: Kept) -> None:
+    def commit(self, kept: TierEntry) -> None:
         """Its copies are made: it can be found."""
         for key in kept.entry.keys:
             self._by_key.setdefault(key, []).append(kept.entry.cache_id)
         self._kept[kept.entry.cache_id] = kept
         self._next_expiry = min(self._next_expiry, kept.entry.expires_at)
 
-    def abandon(self, kept: Kept) -> None:
+    def abandon(self, kept: TierEntry) -> None:
         self._give_back(kept.slots)
 
     def find(self, cache_id: str) -> CacheEntry | None:
@@ -107,7 +107,7 @@ class HostTier:
                 return self._by_key[keys[num - 1]][-1], num
         return None
 
-    def begin_recall(self, cache_id: str) -> Kept | None:
+    def begin_recall(self, cache_id: str) -> TierEntry | None:
         """The cache, whose slots stay as they are until `end_recall`; None if it is not here, or on its way already."""
         kept = self._kept.get(cache_id)
         if kept is None or cache_id in self._busy:
@@ -116,7 +116,7 @@ class HostTier:
         self._ledger.share(kept.slots)
         return kept
 
-    def end_recall(self, kept: Kept) -> None:
+    def end_recall(self, kept: TierEntry) -> None:
         self._busy.discard(kept.entry.cache_id)
         self._give_back(kept.slots)
 
@@ -213,7 +213,7 @@ class TieredPool(Pool):
         """As `Pool.supersede`; those in the second tier go as well."""
         with self._changed:
             num_replaced = super().supersede(exact, tip=tip)
-            below = [entry for entry in self._tier.entries() if not entry.is_exact and is_beginning(entry, exact)]
+            below = [entry for entry in self._tier.entries() if not entry.is_exact and is_prefix(entry, exact)]
             for entry in below if num_replaced else ():
                 self._tier.forget(entry.cache_id)
                 self._successors[entry.cache_id] = exact.cache_id
@@ -261,7 +261,7 @@ class TieredPool(Pool):
                     for kept in going:
                         self._settle(kept, is_copied)
 
-    def _admitted(self, num_blocks: int) -> list[Kept]:
+    def _admitted(self, num_blocks: int) -> list[TierEntry]:
         """The victims that fit into the tier, their blocks held."""
         self._expire(self._clock())
         needed = num_blocks - self._ledger.num_free
@@ -272,11 +272,11 @@ class TieredPool(Pool):
             self._ledger.share(kept.entry.blocks)
         return going
 
-    def _copy_down(self, kept: Kept) -> None:
+    def _copy_down(self, kept: TierEntry) -> None:
         for block, slot in kept.copies:
             self._tier.data[slot].copy_(self.arena.data[block])
 
-    def _settle(self, kept: Kept, is_copied: bool) -> None:
+    def _settle(self, kept: TierEntry, is_copied: bool) -> None:
         """Evicted, unless it was dropped while it was copied."""
         if is_copied and self._entries.get(kept.entry.cache_id) is kept.entry:
             self._forget(kept.entry)
@@ -288,7 +288,7 @@ class TieredPool(Pool):
 
     # -- up ---------------------------------------------------------------------------------------------------------
 
-    def _copy_up(self, kept: Kept) -> Iterator[None]:
+    def _copy_up(self, kept: TierEntry) -> Iterator[None]:
         """What of an exact cache stands in the pool is shared, the rest copied."""
         entry = kept.entry
         token_ids = entry.token_ids if entry.is_exact else ()
@@ -304,7 +304,7 @@ class TieredPool(Pool):
                     yield
             self._stand_again(kept, prefix.blocks + fresh.blocks)
 
-    def _stand_again(self, kept: Kept, blocks: tuple[int, ...]) -> None:
+    def _stand_again(self, kept: TierEntry, blocks: tuple[int, ...]) -> None:
         """Under its old id, unless it was dropped or expired meanwhile."""
         with self._changed:
             self._expire(self._clock())

@@ -23,8 +23,8 @@ from workers.api.schemas import ChatRequest, CompletionRequest, KVTransferParams
 from workers.engines.base import Sampling, Token
 from workers.routes.edge import ServedWorker
 from workers.routes.openai import Body, ChatShape, CompletionShape, Shape
-from workers.serving.answer import QUEUE, AnswerJob, Piece
-from workers.serving.worker import Worker
+from workers.serving.generation import QUEUE, GenerationChunk, GenerationJob
+from workers.serving.worker import WorkerRuntime
 
 MAX_STOPS = 16
 SEEDS = range(-(2**63), 2**64)  # what a torch generator takes
@@ -44,11 +44,13 @@ async def complete(body: CompletionRequest, request: Request, worker: ServedWork
     return await _answer(worker, body, request, shape)
 
 
-async def _answer(worker: Worker, body: ChatRequest | CompletionRequest, request: Request, shape: Shape) -> Response:
-    job: AnswerJob | None = None
+async def _answer(
+    worker: WorkerRuntime, body: ChatRequest | CompletionRequest, request: Request, shape: Shape
+) -> Response:
+    job: GenerationJob | None = None
 
     def count_disconnect() -> None:
-        worker.metrics.disconnects.labels(QUEUE if job is None else job.course.phase).inc()
+        worker.metrics.disconnects.labels(QUEUE if job is None else job.progress.phase).inc()
 
     watch = DisconnectWatch(request.receive, count_disconnect)
     try:
@@ -66,7 +68,7 @@ async def _answer(worker: Worker, body: ChatRequest | CompletionRequest, request
         raise
 
 
-async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:
+async def _whole(worker: WorkerRuntime, job: GenerationJob, shape: Shape) -> Body:
     text: list[str] = []
     tokens: list[Token] = []
     async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
@@ -78,7 +80,7 @@ async def _whole(worker: Worker, job: AnswerJob, shape: Shape) -> Body:
 
 
 async def _frames(
-    worker: Worker, job: AnswerJob, shape: Shape, options: WorkerStreamOptions
+    worker: WorkerRuntime, job: GenerationJob, shape: Shape, options: WorkerStreamOptions
 ) -> AsyncGenerator[bytes, None]:
     """The first frames come with the first piece, and say where the prompt came from; the last ones also say what was
     stored."""
@@ -100,10 +102,10 @@ async def _frames(
 
 
 async def spaced(
-    pieces: AsyncIterator[Piece], interval_s: float, *, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[Piece]:
+    pieces: AsyncIterator[GenerationChunk], interval_s: float, *, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[GenerationChunk]:
     """The first piece at once, then what has come at intervals of at least `interval_s`, and the rest at the end."""
-    held: list[Piece] = []
+    held: list[GenerationChunk] = []
     sent_at = -math.inf
     async for piece in pieces:
         held.append(piece)
@@ -114,12 +116,12 @@ async def spaced(
         yield _joined(held)
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: Sequence[GenerationChunk]) -> GenerationChunk:
     text = "".join(piece.text for piece in pieces)
-    return Piece(text, tuple(token for piece in pieces for token in piece.tokens))
+    return GenerationChunk(text, tuple(token for piece in pieces for token in piece.tokens))
 
 
-async def answer_job(worker: Worker, request: ChatRequest | CompletionRequest) -> AnswerJob:
+async def answer_job(worker: WorkerRuntime, request: ChatRequest | CompletionRequest) -> GenerationJob:
     """Tokenize the prompt, check limits and sampling. Raises `InvalidRequest`, `ContextLengthExceeded`,
     `ModelNotFound`, before any work has begun."""
     arrived = time.monotonic()
@@ -140,7 +142,7 @@ async def answer_job(worker: Worker, request: ChatRequest | CompletionRequest) -
     worker.prompts.check_length(num_prompt, max_tokens or 1)
     if request.seed is not None and request.seed not in SEEDS:
         raise InvalidRequest(f"seed {request.seed} is not between {SEEDS[0]} and {SEEDS[-1]}", param="seed")
-    return AnswerJob(
+    return GenerationJob(
         prompt=prompt,
         sampling=Sampling(request.temperature, request.top_p, request.seed, num_top, rules),
         max_tokens=max_tokens or worker.engine.model.max_model_len - num_prompt,
@@ -153,7 +155,7 @@ async def answer_job(worker: Worker, request: ChatRequest | CompletionRequest) -
     )
 
 
-def _rules(worker: Worker, form: ResponseFormat | None) -> dict[str, Any] | None:
+def _rules(worker: WorkerRuntime, form: ResponseFormat | None) -> dict[str, Any] | None:
     """The rules that the engine enforces for this response format."""
     if form is None:
         return None

@@ -16,7 +16,7 @@ from workers.api import tracing
 from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.http.edge import OPEN_PATHS, Bounds, Edge
 from workers.api.schemas import SECRET_HEADER
-from workers.serving.worker import Worker
+from workers.serving.worker import WorkerRuntime
 
 MAX_HEADER_BYTES = 65_536
 STALL_S = 30.0
@@ -31,12 +31,12 @@ UNLOGGED = OPEN_PATHS | {"/v1/info"}  # called every second
 NO_RETRY = (400, 404, 413, 500)  # the contract marks these too
 
 
-async def _served_worker(request: Request) -> Worker:
-    worker: Worker = request.app.state.worker
+async def _served_worker(request: Request) -> WorkerRuntime:
+    worker: WorkerRuntime = request.app.state.worker
     return worker
 
 
-ServedWorker = Annotated[Worker, Depends(_served_worker)]
+ServedWorker = Annotated[WorkerRuntime, Depends(_served_worker)]
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class WorkerEdge(Edge):
 
     reads_body = True
 
-    def __init__(self, worker: Worker, secret: str):
+    def __init__(self, worker: WorkerRuntime, secret: str):
         self._settings = worker.settings
         self._metrics = worker.metrics
         self._secret = secret.encode()

@@ -17,7 +17,7 @@ from typing import Any
 from workers.api.schemas import KVUsage
 from workers.engines.base import Token
 from workers.engines.tokenizer import Tokenizer
-from workers.serving.answer import Answer, Piece
+from workers.serving.generation import Generation, GenerationChunk
 
 Body = dict[str, Any]
 
@@ -39,16 +39,16 @@ class Shape(ABC):
         """Chunks before the first piece."""
         return []
 
-    def piece(self, piece: Piece) -> Body:
+    def piece(self, piece: GenerationChunk) -> Body:
         return self._chunk(self._delta(piece.text), self._logprobs_of(piece.tokens) if self._logprobs else None, None)
 
     def finish(self, reason: str) -> Body:
         return self._chunk(self._delta(None), None, reason)
 
-    def usage(self, answer: Answer) -> Body:
+    def usage(self, answer: Generation) -> Body:
         return self._body(self.chunk_object, []) | {"usage": _usage(answer)}
 
-    def whole(self, text: str, tokens: Sequence[Token], answer: Answer, usage: KVUsage) -> Body:
+    def whole(self, text: str, tokens: Sequence[Token], answer: Generation, usage: KVUsage) -> Body:
         choice = self._whole_choice(text) | {
             "index": 0,
             "logprobs": self._logprobs_of(tokens) if self._logprobs else None,
@@ -132,7 +132,7 @@ class CompletionShape(Shape):
         return at
 
 
-def _usage(answer: Answer) -> Body:
+def _usage(answer: Generation) -> Body:
     """OpenAI's usage; only exact prefix hits count as cached."""
     return {
         "prompt_tokens": answer.num_prompt,

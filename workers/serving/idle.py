@@ -30,7 +30,7 @@ from workers.metrics import WorkerMetrics
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.serving.reuse import Reuse, load_reused, reuse_of, store
+from workers.serving.reuse import Reuse, find_reuse, load_reused, store
 
 log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ def choose_hot(
     return max(worth, key=lambda entry: (uses[entry.cache_id], entry.num_tokens), default=None)
 
 
-class Uses:
+class UsageCounts:
     """How often answers used each mapped cache. Bounded: the least recently used counts go first."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Upgrader:
     def __init__(
         self, engine: Engine, pool: Pool, metrics: WorkerMetrics, idle_s: float, *, patience_s: float = PATIENCE_S
     ):
-        self.uses = Uses()
+        self.uses = UsageCounts()
         self._engine = engine
         self._pool = pool
         self._metrics = metrics
@@ -160,7 +160,7 @@ class Upgrader:
     async def _upgrade(self, tip: CacheEntry) -> int:
         """Read the tip's tokens natively, from the longest exact prefix on, and put the result in its place."""
         claim, token_ids = Claim(priority=BACKGROUND), tip.token_ids
-        with reuse_of(self._pool, token_ids, tip.tenant_salt, KVTransferParams()) as reuse:
+        with find_reuse(self._pool, token_ids, tip.tenant_salt, KVTransferParams()) as reuse:
             async with self._engine.sequence(claim, len(token_ids)) as sequence:
                 await self._step(tip, partial(load_reused, self._pool, sequence, token_ids, reuse))
                 for begin in range(reuse.num_tokens, len(token_ids), STEP_TOKENS):

@@ -1,4 +1,4 @@
-"""`PromptReader`: prompts to token ids, on a thread of its own: neither the event loop nor the compute thread waits.
+"""`PromptEncoder`: prompts to token ids, on a thread of its own: neither the event loop nor the compute thread waits.
 
 Reading a prefix ahead of the requests that share it."""
 
@@ -19,13 +19,13 @@ from workers.engines.tokenizer import PromptTokens
 from workers.metrics import WorkerMetrics
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.serving.reuse import Recalls, page_in, page_out, reuse_of
+from workers.serving.reuse import Recaller, find_reuse, page_in, page_out
 from workers.sharing import SharedWork
 
 RETRY_AFTER_S = 1.0
 
 
-class PromptReader:
+class PromptEncoder:
     """Tokenises for one engine, on one event loop. Raises `InvalidRequest` for what its model cannot read, and
     `Overloaded` when too many prompts wait."""
 
@@ -111,7 +111,7 @@ PATIENCE_S = 3600.0  # of a caller who names no deadline
 
 
 @dataclass(frozen=True)
-class _Done:
+class _PrefillResult:
     entry: CacheEntry
     cached_tokens: int
     prefill_s: float
@@ -124,9 +124,9 @@ class Prefiller:
         self,
         engine: Engine,
         pool: Pool,
-        prompts: PromptReader,
+        prompts: PromptEncoder,
         metrics: WorkerMetrics,
-        recalls: Recalls,
+        recalls: Recaller,
         max_jobs: int,
     ):
         self._engine = engine
@@ -134,7 +134,7 @@ class Prefiller:
         self._prompts = prompts
         self._metrics = metrics
         self._recalls = recalls
-        self._work: SharedWork[_Done] = SharedWork(max_jobs=max_jobs)
+        self._work: SharedWork[_PrefillResult] = SharedWork(max_jobs=max_jobs)
 
     async def aclose(self) -> None:
         await self._work.aclose()
@@ -157,7 +157,7 @@ class Prefiller:
             prefill_ms=done.prefill_s * 1e3,
         )
 
-    async def _shared(self, token_ids: Sequence[int], request: PrefillRequest) -> _Done:
+    async def _shared(self, token_ids: Sequence[int], request: PrefillRequest) -> _PrefillResult:
         patience_s = PATIENCE_S if request.deadline_ms is None else request.deadline_ms / 1e3
         key = (token_digest(token_ids, request.tenant_salt), request.ttl_s)
         return await self._work.run(
@@ -166,10 +166,10 @@ class Prefiller:
             lambda job: self._read(token_ids, request.tenant_salt, request.ttl_s),
         )
 
-    async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _Done:
+    async def _read(self, token_ids: Sequence[int], salt: str, ttl_s: float) -> _PrefillResult:
         params = KVTransferParams()
         await self._recalls.for_prompt(token_ids, salt, params)
-        with reuse_of(self._pool, token_ids, salt, params) as reuse:
+        with find_reuse(self._pool, token_ids, salt, params) as reuse:
             async with self._engine.admit() as claim, self._engine.sequence(claim, len(token_ids)) as sequence:
                 began = time.monotonic()
                 reuse = await page_in(self._pool, sequence, token_ids, reuse)
@@ -178,4 +178,4 @@ class Prefiller:
         self._metrics.prefill.observe(prefill_s)
         self._metrics.prefix_queries.inc(len(token_ids))
         self._metrics.prefix_hits.inc(reuse.cached_tokens)
-        return _Done(entry, reuse.cached_tokens, prefill_s)
+        return _PrefillResult(entry, reuse.cached_tokens, prefill_s)

@@ -23,7 +23,7 @@ from functools import partial
 from mappers.cache import KVCache
 from workers.api.errors import CacheMismatch, Overloaded
 from workers.api.schemas import KVTransferParams, Path
-from workers.engines.base import MIN_LOADED_TOKENS, Engine, PoolPlace, TokenSequence
+from workers.engines.base import MIN_LOADED_TOKENS, Engine, PoolLocation, TokenSequence
 from workers.engines.scheduling import Admission, Claim
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import EXACT, CacheEntry, Hold
@@ -70,7 +70,7 @@ class Reuse:
 
 
 @contextmanager
-def reuse_of(pool: Pool, token_ids: Sequence[int], salt: str, params: KVTransferParams) -> Iterator[Reuse]:
+def find_reuse(pool: Pool, token_ids: Sequence[int], salt: str, params: KVTransferParams) -> Iterator[Reuse]:
     """What of a prompt can be reused; its blocks stay as they are inside the block. At least one token is left to read.
 
     Raises `CacheNotFound` and `CacheMismatch` for a cache id that may not serve this prompt.
@@ -111,10 +111,10 @@ class PooledKV:
         return self.pool.gather(self.blocks, 0, self.num_tokens, views)
 
     @property
-    def place(self) -> PoolPlace:
+    def place(self) -> PoolLocation:
         used = self.blocks[: blocks_for(self.num_tokens, self.pool.layout.block_tokens)]
         generations = tuple(self.pool.arena.generations_of(used))
-        return PoolPlace(self.pool.export(), self.pool.layout, used, generations)
+        return PoolLocation(self.pool.export(), self.pool.layout, used, generations)
 
 
 async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int], reuse: Reuse) -> Reuse:
@@ -165,7 +165,7 @@ PATIENCE_SHARE = 0.25  # of the time that a request has left
 _END = object()
 
 
-class Recalls:
+class Recaller:
     """One cache comes back at a time, by short steps on the compute thread. What would wait too long, or behind too
     many, does not come back: it is a cache that is not here, and its request does without."""
 
@@ -183,7 +183,7 @@ class Recalls:
         priority: int = 0,
         deadline: float | None = None,
     ) -> None:
-        """What `reuse_of` would look for in vain, if the pool has it elsewhere."""
+        """What `find_reuse` would look for in vain, if the pool has it elsewhere."""
         if params.cache_id is not None or params.reuse:
             left_s = PATIENCE_S if deadline is None else PATIENCE_SHARE * (deadline - time.monotonic())
             await self._recall(self._pool.evicted(token_ids, salt, params.cache_id), priority, left_s)

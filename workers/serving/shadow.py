@@ -33,7 +33,7 @@ from workers.engines.scheduling import BACKGROUND, Claim
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
 from workers.serving.idle import PATIENCE_S, STEP_TOKENS, IdleTime
-from workers.serving.reuse import load_reused, reuse_of
+from workers.serving.reuse import find_reuse, load_reused
 from workers.serving.transfer import Transfers
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ MAX_WAITING = 4  # answers: the oldest gives way, as its cache is the likeliest 
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswer:
     """An answer that was served over a mapped cache: the prompt's `num_prompt` tokens, and those written."""
 
     cache_id: str
@@ -97,10 +97,10 @@ class Shadow:
         self._transfers = transfers
         self._metrics = metrics
         self._idle = IdleTime(engine, idle_s, patience_s=patience_s)
-        self._waiting: deque[Served] = deque()
+        self._waiting: deque[ServedAnswer] = deque()
         self._follow_bundles()
 
-    def note(self, served: Served) -> None:
+    def note(self, served: ServedAnswer) -> None:
         """To be compared when there is time, if the engine tells what is needed for it."""
         if not self._engine.tells_distributions:
             self._count("unsupported")
@@ -152,11 +152,11 @@ class Shadow:
             token_ids = self._pool.peek(made.cache_id).token_ids
             num_read = made.num_tokens - STEP_TOKENS
             num_handed = num_read - DEFAULT_NATIVE_TAIL
-            await self._compare(Served(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
+            await self._compare(ServedAnswer(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
         finally:
             self._pool.discard_itself(made.cache_id)  # an exact one that has taken its place is a user's
 
-    async def _compare(self, served: Served) -> None:
+    async def _compare(self, served: ServedAnswer) -> None:
         params = KVTransferParams(cache_id=served.cache_id, num_tokens=served.num_handed)
         provenance, mapped = await self._expected(served, params)
         if not provenance.startswith(MAPPED):
@@ -166,7 +166,7 @@ class Shadow:
         comparison = replace(await self._step(comparing), digest=token_digest(served.token_ids, served.tenant_salt))
         self.found(provenance.removeprefix(MAPPED), comparison)
 
-    async def _expected(self, served: Served, params: KVTransferParams) -> tuple[str, Tensor]:
+    async def _expected(self, served: ServedAnswer, params: KVTransferParams) -> tuple[str, Tensor]:
         """Where the cache came from that `params` name (without an id: the longest exact prefix), and what is expected
         over it, as log-probabilities `(T, vocab)`."""
         async with self._engine.sequence(Claim(priority=BACKGROUND), len(served.token_ids)) as sequence:
@@ -176,10 +176,10 @@ class Shadow:
                 await self._step(partial(sequence.read, rest[begin : begin + STEP_TOKENS]))
             return provenance, await self._step(partial(sequence.logprobs, served.compared))
 
-    async def _load(self, sequence: TokenSequence, served: Served, params: KVTransferParams) -> str:
+    async def _load(self, sequence: TokenSequence, served: ServedAnswer, params: KVTransferParams) -> str:
         """What of the prompt stands in the pool; the cache that it came from is held no longer than that takes."""
         prompt = served.token_ids[: served.num_prompt]
-        with reuse_of(self._pool, prompt, served.tenant_salt, params) as reuse:
+        with find_reuse(self._pool, prompt, served.tenant_salt, params) as reuse:
             await load_reused(self._pool, sequence, served.read, reuse)
             return reuse.provenance
 

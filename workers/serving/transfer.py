@@ -1,4 +1,4 @@
-"""`Heads`: the first few tokens of prompts, read natively for handoffs, and kept.
+"""`HeadCache`: the first few tokens of prompts, read natively for handoffs, and kept.
 
 A tenant's prompts begin alike, with the chat template's own tokens and the first word of a system prompt, and reading
 four tokens takes as long as fetching all weights from memory. What is kept is exact, in tensors apart from any pool.
@@ -21,7 +21,7 @@ from workers.api.schemas import ESCALATION_PRIORITY, TransferReply, TransferRequ
 from workers.bundles import Bundles
 from workers.engines.base import Engine
 from workers.engines.scheduling import BACKGROUND, Claim
-from workers.handoff import Handoffs, HandoffTarget, Outcome
+from workers.handoff import HandoffResult, Handoffs, HandoffTarget
 from workers.metrics import WorkerMetrics
 from workers.pool.pool import Pool
 from workers.settings import WorkerSettings
@@ -32,7 +32,7 @@ MAX_KEPT = 64
 MAX_KEPT_TOKENS = 16  # of a longer head the next prompt will have another
 
 
-class Heads:
+class HeadCache:
     """For use on one event loop. Heads are looked up by all their tokens and the tenant's salt."""
 
     def __init__(self, engine: Engine, *, priority: int):
@@ -92,7 +92,7 @@ class Transfers:
             pool=pool,
             model=engine.model.name,
             mappers=bundles.usable,
-            prefill_head=Heads(engine, priority=ESCALATION_PRIORITY).read,
+            prefill_head=HeadCache(engine, priority=ESCALATION_PRIORITY).read,
             run_step=partial(self._run_step, ESCALATION_PRIORITY),
             readers=self.readers,
             site=self.site,
@@ -109,7 +109,7 @@ class Transfers:
             replace(
                 target,
                 mappers=bundles.on_trial,
-                prefill_head=Heads(engine, priority=BACKGROUND).read,
+                prefill_head=HeadCache(engine, priority=BACKGROUND).read,
                 run_step=partial(self._run_step, BACKGROUND),
                 observe=lambda outcome: None,
                 release_source=False,
@@ -168,7 +168,7 @@ class Transfers:
     def _count_failure(self, kind: str, error: KvrelayError) -> None:
         self._metrics.transport_failures.labels(kind, error.code).inc()
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: HandoffResult) -> None:
         self._metrics.transfers.labels(outcome.result).inc()
         if outcome.reply is not None:
             self._metrics.transfer_seconds.observe(outcome.seconds)

@@ -1,4 +1,4 @@
-"""`Worker`: the object graph of one worker process, from its settings.
+"""`WorkerRuntime`: the object graph of one worker process, from its settings.
 
 What the C library keeps of memory that was freed: given back to the system.
 
@@ -26,15 +26,16 @@ from workers.bundles import Bundles, load_bundles
 from workers.engines import load_engine
 from workers.engines.base import Engine
 from workers.metrics import WorkerMetrics
-from workers.pool.arena import Arena, create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
+from workers.pool.arena import Arena
 from workers.pool.pool import Pool
 from workers.pool.segment import reclaim_dead_segments
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 from workers.pool.tiered import TieredPool
-from workers.serving.answer import Answerer
+from workers.serving.generation import GenerationService
 from workers.serving.idle import Upgrader
-from workers.serving.prefill import Prefiller, PromptReader
-from workers.serving.reuse import Recalls
+from workers.serving.prefill import Prefiller, PromptEncoder
+from workers.serving.reuse import Recaller
 from workers.serving.shadow import Shadow
 from workers.serving.transfer import Transfers
 from workers.settings import WorkerSettings
@@ -46,7 +47,7 @@ SWEEP_S = 1.0
 HEAP_S = 10.0
 
 
-class Worker:
+class WorkerRuntime:
     """Owns the engine, the pool and all that serves them. A context manager: leaving it frees everything."""
 
     def __init__(
@@ -67,14 +68,14 @@ class Worker:
         self.draining = False
         self.metrics = WorkerMetrics()
         max_at_once = settings.max_running + settings.max_queue
-        self.prompts = PromptReader(engine, max_waiting=max_at_once)
+        self.prompts = PromptEncoder(engine, max_waiting=max_at_once)
         self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
         self.shadow = Shadow(engine, pool, bundles, self.transfers, self.metrics, settings.shadow_idle_s)
-        self.recalls = Recalls(engine, pool, max_waiting=max_at_once)
-        self.answerer = Answerer(engine, pool, self.metrics, self.upgrader.uses, self.shadow, self.recalls)
+        self.recalls = Recaller(engine, pool, max_waiting=max_at_once)
+        self.answerer = GenerationService(engine, pool, self.metrics, self.upgrader.uses, self.shadow, self.recalls)
         self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, self.recalls, max_jobs=max_at_once)
-        self.tickets = TicketOffice(pool, engine.model.name, (lender.export,) if lender else ())
+        self.tickets = TicketIssuer(pool, engine.model.name, (lender.export,) if lender else ())
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
             num_waiting=lambda: engine.admission.num_waiting,
@@ -83,7 +84,7 @@ class Worker:
         self.metrics.watch_pool(lambda: pool.stats)
         self._chores: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> WorkerRuntime:
         try:
             await self.engine.warm_up()
         except BaseException:
@@ -152,7 +153,7 @@ class Worker:
 
 def build_worker(
     settings: WorkerSettings, secret: str, *, connect: Callable[[str], WorkerClient] | None = None
-) -> Worker:
+) -> WorkerRuntime:
     """Load the model and the bundles and take the pool's memory. Takes seconds. Raises `SettingsError`, and
     `KvrelayError` where the pool does not fit. `connect` gives the client of a peer's URL."""
     engine = load_engine(settings)
@@ -181,7 +182,7 @@ def build_worker(
         on_failure.callback(pool.close)
         lender = _lender(settings, arena, secret)
         on_failure.pop_all()
-    return Worker(
+    return WorkerRuntime(
         settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret)), secret, lender
     )
 

@@ -38,7 +38,7 @@ from workers.pool.blocks import (
 from workers.pool.segment import Generations, Header
 
 
-class Room:
+class CopyBuffer:
     """Memory for copies out of one pool, kept from one to the next and grown for a longer one."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Reader(ABC):
         end: int,
         *,
         deadline: float = math.inf,
-        room: Room | None = None,
+        room: CopyBuffer | None = None,
     ) -> Iterator[BlockSpan]:
         """Tokens `[begin, end)` of the sequence in `blocks`, where they lie.
 
@@ -97,7 +97,7 @@ class Reader(ABC):
         with self._alone(deadline):
             if self._closed:
                 raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
-            with self._lent(blocks[touched], generations[touched], deadline, room or Room()) as (data, places):
+            with self._lent(blocks[touched], generations[touched], deadline, room or CopyBuffer()) as (data, places):
                 yield BlockSpan(data, places, begin % size, end - begin, begin)
 
     def read(
@@ -125,7 +125,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _lent(
-        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: CopyBuffer
     ) -> AbstractContextManager[tuple[Tensor, Sequence[int]]]:
         """These blocks, all of which are in the pool: memory `(..., L, 2, block_tokens, H, D)`, and where in it they
         are. Their generations are looked at before and after what is done with them."""
@@ -146,10 +146,10 @@ class Reader(ABC):
         finally:
             self._lock.release()
 
-    def _own_room(self) -> Room:
+    def _own_room(self) -> CopyBuffer:
         if not hasattr(self._local, "room"):
-            self._local.room = Room()
-        room: Room = self._local.room
+            self._local.room = CopyBuffer()
+        room: CopyBuffer = self._local.room
         return room
 
 
@@ -163,7 +163,7 @@ class MemoryReader(Reader):
 
     @contextmanager
     def _lent(
-        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: CopyBuffer
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
         check_generations(self._generations, blocks, generations)
         yield self._data, blocks

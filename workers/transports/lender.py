@@ -26,7 +26,7 @@ from workers.pool.blocks import check_blocks
 from workers.pool.segment import Header
 from workers.transports.base import check_generations
 from workers.transports.tcp import PIECE_BYTES, unpack_blocks
-from workers.transports.wire import STALL_S, Channel, Kind, shut
+from workers.transports.wire import STALL_S, Channel, FrameKind, shut
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Lender:
         channel.deadline = time.monotonic() + HANDSHAKE_S
         channel.greet(self._secret)
         arena = self._arena
-        channel.send(Kind.WELCOME, Header(arena.num_blocks, arena.block_bytes, arena.epoch).pack())
+        channel.send(FrameKind.WELCOME, Header(arena.num_blocks, arena.block_bytes, arena.epoch).pack())
         channel.deadline = math.inf
 
     def _answer(self, channel: Channel) -> None:
@@ -150,7 +150,7 @@ class Lender:
                 return
             if piece is None:
                 return
-            channel.send(Kind.BLOCKS, piece)
+            channel.send(FrameKind.BLOCKS, piece)
 
     def _next_request(self, channel: Channel) -> tuple[list[int], list[int]]:
         channel.stall_s = self._idle_s
@@ -162,7 +162,7 @@ class Lender:
             raise
         finally:
             channel.stall_s = self._stall_s
-        if kind is not Kind.READ:
+        if kind is not FrameKind.READ:
             raise TransferFailed(f"a read was expected; a frame of kind {kind.name} came")
         return unpack_blocks(payload)
 
@@ -195,4 +195,4 @@ class Lender:
 
 
 def _send_error(channel: Channel, error: KvrelayError) -> None:
-    channel.send(Kind.FAILED, json.dumps(error.body() | {"status": error.status}).encode())
+    channel.send(FrameKind.FAILED, json.dumps(error.body() | {"status": error.status}).encode())

@@ -22,8 +22,8 @@ from workers.api.errors import CacheStale, DeadlineExceeded, TransferCorrupted, 
 from workers.api.schemas import KVLayout, PoolExport, Site
 from workers.pool.blocks import block_bytes, block_shape, torch_dtype
 from workers.pool.segment import Header
-from workers.transports.base import Reader, Room, Transport, check_header, check_layout, text_at
-from workers.transports.wire import Channel, Kind
+from workers.transports.base import CopyBuffer, Reader, Transport, check_header, check_layout, text_at
+from workers.transports.wire import Channel, FrameKind
 
 CONNECT_S = 2.0
 FRESH_S = 30.0  # an idle stream is given up well before its owner gives it up
@@ -58,14 +58,14 @@ class TcpReader(Reader):
 
     @contextmanager
     def _lent(
-        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: Room
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: CopyBuffer
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
         shape = (len(blocks), *block_shape(self.layout))
         into = room.take(shape, torch_dtype(self.layout.dtype), "cpu")
         self._channel.deadline = deadline
         try:
             self._check_in_step()
-            self._channel.send(Kind.READ, pack_blocks(blocks, generations))
+            self._channel.send(FrameKind.READ, pack_blocks(blocks, generations))
             at = 0
             while at < len(into):
                 at += self._take_piece(into[at:])
@@ -97,10 +97,10 @@ class TcpReader(Reader):
 
     def _receive(self, most_bytes: int) -> memoryview:
         kind, payload = self._channel.receive(max(most_bytes, _MOST_WORDS_BYTES))
-        if kind is Kind.FAILED:
+        if kind is FrameKind.FAILED:
             words = json.loads(bytes(payload))
             raise from_reply(words["status"], words)
-        if kind is not Kind.BLOCKS:
+        if kind is not FrameKind.BLOCKS:
             raise TransferFailed(f"blocks were asked for; a frame of kind {kind.name} came")
         return payload
 
@@ -129,7 +129,7 @@ class TcpTransport(Transport):
             channel.deadline = min(deadline, time.monotonic() + CONNECT_S)
             channel.answer(self._secret)
             kind, payload = channel.receive(_MOST_WORDS_BYTES)
-            if kind is not Kind.WELCOME:
+            if kind is not FrameKind.WELCOME:
                 raise TransferFailed(f"a welcome was expected; a frame of kind {kind.name} came")
             check_header(Header.unpack(bytes(payload)), export, layout, blocks_inside=True)
             return TcpReader(export, layout, channel)

@@ -34,7 +34,7 @@ _FRAME = struct.Struct("<B3xI")
 _NUMBER = struct.Struct("<Q")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     WELCOME = 1  # owner: what pool this is
     READ = 2  # reader: blocks and the generations that they should be at
     BLOCKS = 3  # owner: the content of the next of them
@@ -69,13 +69,13 @@ class Channel:
         self._send(_MAGIC + ours + _keyed(secret, b"proof", theirs + ours))
         self._agree(secret, theirs + ours, send=b"reader", receive=b"owner")
 
-    def send(self, kind: Kind, payload: bytes | memoryview) -> None:
+    def send(self, kind: FrameKind, payload: bytes | memoryview) -> None:
         head = _FRAME.pack(kind, len(payload))
         self._send(head)
         self._send(payload)
         self._send(self._code("send", head, payload))
 
-    def receive(self, most_bytes: int) -> tuple[Kind, memoryview]:
+    def receive(self, most_bytes: int) -> tuple[FrameKind, memoryview]:
         """The next frame; its payload stands until the next call. `TransferCorrupted` if it is not what was sent."""
         head = bytes(self._receive_exactly(_FRAME.size))
         kind, num_bytes = _FRAME.unpack(head)
@@ -171,9 +171,9 @@ def shut(sock: socket.socket, how: int) -> None:
         pass
 
 
-def _kind(number: int) -> Kind:
+def _kind(number: int) -> FrameKind:
     try:
-        return Kind(number)
+        return FrameKind(number)
     except ValueError as error:
         raise TransferFailed(f"a frame of unknown kind {number} came") from error
 

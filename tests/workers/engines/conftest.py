@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
-from workers.engines import ENGINES, load_engine
+from workers.engines import load_engine
 from workers.engines.base import Engine
+from workers.settings import ENGINES
 
 torch.set_num_threads(1)
 

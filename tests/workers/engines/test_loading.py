@@ -12,9 +12,10 @@ from mappers.fingerprint import fingerprint
 from tests.workers.engines import tiny
 from tests.workers.engines.test_sequence import CLAIM, written
 from workers.api.config import SettingsError
-from workers.engines import ENGINES, load_engine
+from workers.engines import load_engine
 from workers.engines.base import Engine
 from workers.engines.transformers.engine import TransformersEngine
+from workers.settings import ENGINES
 
 
 def test_a_model_is_described(engine: Engine, folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from workers.engines.scheduling import Rounds
+from workers.engines.scheduling import Batcher
 
 
 class Table:
@@ -39,7 +39,7 @@ def table() -> Table:
 
 
 async def test_answers_that_go_on_together_share_every_round(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=4)
+    rounds = Batcher(table.run, max_rows=4)
 
     async def answer(first: int) -> int:
         token = first
@@ -52,7 +52,7 @@ async def test_answers_that_go_on_together_share_every_round(table: Table) -> No
 
 
 async def test_whoever_comes_during_a_round_joins_the_next(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=4)
+    rounds = Batcher(table.run, max_rows=4)
 
     async def answer() -> None:
         await rounds.join(1)
@@ -69,7 +69,7 @@ async def test_whoever_comes_during_a_round_joins_the_next(table: Table) -> None
 
 
 async def test_more_than_fit_take_turns_and_the_urgent_go_first(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=2)
+    rounds = Batcher(table.run, max_rows=2)
     table.going.clear()
     joined = [asyncio.create_task(rounds.join(n, priority=priority)) for n, priority in enumerate((0, 0, 0, 5, -10))]
     await asyncio.sleep(0.01)
@@ -80,7 +80,7 @@ async def test_more_than_fit_take_turns_and_the_urgent_go_first(table: Table) ->
 
 
 async def test_who_leaves_before_the_round_is_not_in_it(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=1)
+    rounds = Batcher(table.run, max_rows=1)
     table.going.clear()
     running, leaving = (asyncio.create_task(rounds.join(n)) for n in (1, 2))
     await asyncio.sleep(0.01)
@@ -91,7 +91,7 @@ async def test_who_leaves_before_the_round_is_not_in_it(table: Table) -> None:
 
 
 async def test_who_leaves_during_the_round_waits_it_out_and_spoils_nothing(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=2)
+    rounds = Batcher(table.run, max_rows=2)
     table.going.clear()
     staying, leaving = (asyncio.create_task(rounds.join(n)) for n in (1, 2))
     await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ async def test_who_leaves_during_the_round_waits_it_out_and_spoils_nothing(table
 
 
 async def test_a_step_that_fails_fails_its_rows_and_no_others(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=2)
+    rounds = Batcher(table.run, max_rows=2)
     table.error = RuntimeError("planted")
     told = await asyncio.gather(rounds.join(1), rounds.join(2), return_exceptions=True)
     assert [str(error) for error in told] == ["planted", "planted"]
@@ -114,14 +114,14 @@ async def test_a_step_that_fails_fails_its_rows_and_no_others(table: Table) -> N
 
 
 async def test_what_goes_wrong_with_one_row_is_told_to_that_one(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=3)
+    rounds = Batcher(table.run, max_rows=3)
     table.wrong[2] = RuntimeError("planted")
     told = await asyncio.gather(*(rounds.join(n) for n in (1, 2, 3)), return_exceptions=True)
     assert told == [2, table.wrong[2], 6] and table.rounds == [[1, 2, 3]]
 
 
 async def test_a_row_that_spoils_the_step_spoils_no_other_row(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=3)
+    rounds = Batcher(table.run, max_rows=3)
     table.poison = 2
     told = await asyncio.gather(*(rounds.join(n) for n in (1, 2, 3)), return_exceptions=True)
     assert (told[0], str(told[1]), told[2]) == (2, "2 spoils the step", 6)
@@ -129,7 +129,7 @@ async def test_a_row_that_spoils_the_step_spoils_no_other_row(table: Table) -> N
 
 
 async def test_who_leaves_a_step_that_fails_is_not_in_it_again(table: Table) -> None:
-    rounds = Rounds(table.run, max_rows=2)
+    rounds = Batcher(table.run, max_rows=2)
     table.poison = 1
     table.going.clear()
     staying, leaving = (asyncio.create_task(rounds.join(n)) for n in (1, 2))

@@ -17,10 +17,10 @@ from mappers.cache import KVCache, KVGeometry
 from mappers.models import prefill
 from tests.workers.engines.tiny import greedy, random_tokens
 from workers.api.errors import DeadlineExceeded
-from workers.engines.base import Engine, PoolPlace, Sampling, TokenSequence
+from workers.engines.base import Engine, PoolLocation, Sampling, TokenSequence
 from workers.engines.scheduling import Claim, Compute
 from workers.engines.transformers.engine import CHUNK_TOKENS, TransformersEngine, TransformersSequence
-from workers.engines.transformers.memory import Rooms, WorkingMemory
+from workers.engines.transformers.memory import BufferPool, WorkingMemory
 
 CLAIM = Claim()
 TOLERANCE = 1e-4  # float32 sums in another order
@@ -36,7 +36,7 @@ class Copied:
         self.copy(views)
 
     @property
-    def place(self) -> PoolPlace:
+    def place(self) -> PoolLocation:
         raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ def test_memory_grows_ahead_of_need_but_not_beyond_the_context() -> None:
 
 
 def test_freed_memory_leaves_its_room_without_the_collector() -> None:
-    rooms = Rooms()
+    rooms = BufferPool()
 
     def made() -> WorkingMemory:
         device = torch.device("cpu")

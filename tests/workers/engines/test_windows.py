@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from mappers.models import prefill
 from tests.workers.engines import tiny
 from tests.workers.engines.test_sequence import CLAIM, TOLERANCE, difference, written
-from workers.engines import ENGINES, load_engine
+from workers.engines import load_engine
 from workers.engines.transformers.engine import CHUNK_TOKENS
+from workers.settings import ENGINES
 
 WINDOW = 24
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

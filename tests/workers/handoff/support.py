@@ -31,11 +31,11 @@ from workers.api.errors import WorkerUnavailable
 from workers.api.schemas import KVLayout, LeaseRequest, Ticket, TransferRequest
 from workers.engines.scheduling import Compute
 from workers.handoff import Handoffs, HandoffTarget
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import block_bytes
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 from workers.transports import site_here
 from workers.transports.readers import Readers
 
@@ -142,7 +142,7 @@ def make_pool(
     return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), fingerprint, **more)
 
 
-class LocalPeer(TicketOffice):
+class LocalPeer(TicketIssuer):
     """A peer in this process: a pool, by the calls that a handoff makes."""
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:

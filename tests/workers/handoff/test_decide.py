@@ -12,11 +12,11 @@ from tests.workers.handoff.support import Pair, random_mapper, request
 from tests.workers.pool.support import SALT, ManualClock, random_kv
 from workers.api.errors import KvrelayError, NoTime, PrefillCheaper, from_reply
 from workers.api.schemas import LeaseRequest
-from workers.engines.rates import FRESH_S, Costs, RateMeter
-from workers.handoff.plan import Ask, Made, Plan, decide
+from workers.handoff.plan import CostQuery, HandoffHistory, HandoffPlan, decide
 from workers.pool.entries import Span
+from workers.rates import FRESH_S, Costs, RateMeter
 
-ASK = Ask(head=4, reused=0, end=1984, standing=2048, block_tokens=32, remaining_s=5.0, share=0.125)
+ASK = CostQuery(head=4, reused=0, end=1984, standing=2048, block_tokens=32, remaining_s=5.0, share=0.125)
 COSTS = Costs(prefill={0: 300.0}, handoff={1024: 6000.0})  # 6.8 s to read all, 0.33 s to map, 0.21 s for the tail
 
 
@@ -171,7 +171,7 @@ class CountedTokens(list[int]):
 
 
 @dataclass(frozen=True)
-class CountedPlan(Plan):
+class CountedPlan(HandoffPlan):
     tokens: CountedTokens = field(default_factory=CountedTokens)
 
     @property
@@ -191,7 +191,7 @@ async def test_few_tokens_are_compared_to_find_what_was_mapped(
     pair: Pair, last: int | None, max_compared: int, shared: int, most_seen: int
 ) -> None:
     pool, mapper = pair.target.pool, random_mapper()
-    made = Made(pool, max_compared_tokens=max_compared)
+    made = HandoffHistory(pool, max_compared_tokens=max_compared)
     for num_tokens in (40, 80, 120, 120, 120):
         ids = [*range(num_tokens - 1), last or num_tokens - 1]
         with pool.allocate(num_tokens // 8) as fresh:

@@ -43,7 +43,7 @@ from workers.api.errors import (
 )
 from workers.api.schemas import LeaseRequest
 from workers.digest import token_digest
-from workers.handoff import Outcome
+from workers.handoff import HandoffResult
 from workers.pool.entries import CacheEntry, Span
 
 
@@ -190,7 +190,7 @@ async def test_no_bundle_or_none_for_these_weights(pair: Pair) -> None:
 
 
 async def test_what_nobody_foresaw_is_counted_too(pair: Pair) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[HandoffResult] = []
     pair.adjust(mappers=lambda: [BrokenMapper()], observe=outcomes.append)
     with pytest.raises(RuntimeError, match="out of memory"):
         await pair.handoffs.transfer(request(pair.source_cache(20)), peer=pair.office)
@@ -338,7 +338,7 @@ async def test_the_deadline_has_no_mercy_with_a_slow_engine(pair: Pair) -> None:
 async def test_late_and_cancelled_are_told_apart(
     pair: Pair, deadline_ms: int, given_up_s: float | None, result: str
 ) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[HandoffResult] = []
     pair.adjust(observe=outcomes.append)
     peer = FrozenPeer(pair.office, after_lease=False)
     with pytest.raises((TimeoutError, DeadlineExceeded)):
@@ -417,7 +417,7 @@ async def test_a_running_step_ends_before_its_blocks_are_freed(pair: Pair) -> No
 
 async def test_equal_handoffs_are_one(pair: Pair) -> None:
     entry, peer = pair.source_cache(100), ForgingPeer(pair.office)
-    outcomes: list[Outcome] = []
+    outcomes: list[HandoffResult] = []
     pair.adjust(observe=outcomes.append)
     replies = await asyncio.gather(*(pair.handoffs.transfer(request(entry), peer=peer) for _ in range(5)))
     assert peer.num_leased == 1 and len({reply.cache_id for reply in replies}) == 1

@@ -9,7 +9,8 @@ import torch
 
 from mappers.cache import KVCache
 from workers.api.schemas import KVLayout
-from workers.pool.arena import Arena, create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
+from workers.pool.arena import Arena
 from workers.pool.blocks import block_bytes
 
 SALT = "5a" * 16

@@ -20,7 +20,8 @@ from tests.workers.pool.support import HOST_KINDS, LAYOUT, make_arena
 from workers.api.errors import CacheStale, InvalidRequest, TransferFailed
 from workers.api.schemas import KVLayout
 from workers.pool import arena as arena_module
-from workers.pool.arena import Arena, create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
+from workers.pool.arena import Arena
 from workers.pool.blocks import block_bytes
 from workers.pool.segment import Header, PoolMemoryError, Segment, reclaim_dead_segments
 

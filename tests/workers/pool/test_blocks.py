@@ -9,7 +9,7 @@ from mappers.cache import KVCache
 from mappers.manifest import KINDS
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from workers.api.errors import InvalidRequest
-from workers.pool.blocks import BlockSpan, block_shape, copy_in, copy_out, empty_cache, pieces, torch_dtype
+from workers.pool.blocks import BlockSpan, block_runs, block_shape, copy_in, copy_out, empty_cache, torch_dtype
 
 NUM_BLOCKS = 12
 SIZE = LAYOUT.block_tokens
@@ -105,7 +105,7 @@ def test_layers_may_be_views_in_any_memory_order_and_of_another_dtype() -> None:
 
 
 def test_whole_blocks_go_in_one_piece() -> None:
-    cut = list(pieces([5, 6, 9, 1, 2], 2, 18, SIZE))
+    cut = list(block_runs([5, 6, 9, 1, 2], 2, 18, SIZE))
     assert [(p.blocks, p.low, p.high, p.at) for p in cut] == [
         ((5,), 2, 4, 0), ((6, 9, 1), 0, 4, 2), ((2,), 0, 2, 14),
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def test_whole_blocks_go_in_one_piece() -> None:
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 9)])
 def test_tokens_outside_the_blocks_are_refused(begin: int, end: int) -> None:
     with pytest.raises(InvalidRequest, match=rf"tokens \[{begin}, {end}\) do not lie in 2 blocks of 4"):
-        list(pieces([0, 1], begin, end, SIZE))
+        list(block_runs([0, 1], begin, end, SIZE))
 
 
 def test_an_unknown_dtype_is_refused_by_name() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.pool.support import LAYOUT, make_arena, random_kv
 from tests.workers.transports.owner import RemoteOwner
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import block_bytes, copy_in
 from workers.pool.cuda import CudaArena, CudaError, CudaRuntime
 from workers.pool.segment import Segment

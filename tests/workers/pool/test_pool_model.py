@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mappers.cache import KVCache
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, ManualClock, assert_same, random_kv
 from workers.api.errors import CacheNotFound, PoolFull
-from workers.pool.arena import Arena, HeapArena, new_epoch
+from workers.pool import new_epoch
+from workers.pool.arena import Arena, HeapArena
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import CacheEntry, Hold, Lease, Span
 from workers.pool.pool import Pool

@@ -20,7 +20,7 @@ from tests.workers.engines import tiny
 from workers.api.client import WorkerClient
 from workers.api.schemas import SECRET_HEADER, ChatRequest, KVTransferParams, Message, TransferRequest
 from workers.app import create_app
-from workers.serving.worker import Worker, build_worker
+from workers.serving.worker import WorkerRuntime, build_worker
 
 SECRET = "a cluster secret of this test"
 SALT = "ab" * 16
@@ -35,7 +35,7 @@ TALK = [SYSTEM, QUESTION]
 class Served:
     """A worker, its app, a client of the contract, and a bare one."""
 
-    worker: Worker
+    worker: WorkerRuntime
     app: ASGIApp
     client: WorkerClient
     http: httpx.AsyncClient

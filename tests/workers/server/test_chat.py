@@ -15,7 +15,7 @@ from tests.workers.server.support import SALT, TALK, Served, chat_request, conte
 from workers.api.schemas import Message
 from workers.engines.base import Token
 from workers.routes.completions import spaced
-from workers.serving.answer import Piece
+from workers.serving.generation import GenerationChunk
 
 NUM = 12
 
@@ -75,10 +75,10 @@ async def test_a_stream_that_may_be_told_seldom_is_in_two_pieces(served: Served)
 async def test_what_is_spaced_comes_at_once_then_in_time_and_at_the_end() -> None:
     now = 0.0
 
-    async def written() -> AsyncIterator[Piece]:
+    async def written() -> AsyncIterator[GenerationChunk]:
         nonlocal now
         for number in range(6):
-            yield Piece(str(number), (Token(number, -0.5, ()),))
+            yield GenerationChunk(str(number), (Token(number, -0.5, ()),))
             now += 1.0
 
     pieces = [piece async for piece in spaced(written(), 2.0, clock=lambda: now)]

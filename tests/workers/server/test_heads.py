@@ -13,19 +13,19 @@ from mappers.models import prefill
 from tests.workers.engines import tiny
 from tests.workers.server.support import OTHER_SALT, SALT
 from workers.engines import load_engine
-from workers.serving.transfer import MAX_KEPT, MAX_KEPT_TOKENS, Heads
+from workers.serving.transfer import MAX_KEPT, MAX_KEPT_TOKENS, HeadCache
 
 IDS = tiny.random_tokens(4)
 
 
 @pytest.fixture
-async def heads(folder: Path) -> AsyncIterator[Heads]:
+async def heads(folder: Path) -> AsyncIterator[HeadCache]:
     engine = load_engine(tiny.settings_for(folder))
-    yield Heads(engine, priority=0)
+    yield HeadCache(engine, priority=0)
     await engine.aclose()
 
 
-async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: Heads, reference: LlamaForCausalLM) -> None:
+async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: HeadCache, reference: LlamaForCausalLM) -> None:
     head, native = await heads.read(IDS, SALT), prefill(reference, IDS)
     for ours, theirs in zip(head.keys + head.values, native.keys + native.values, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -33,12 +33,12 @@ async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: Heads, ref
 
 
 @pytest.mark.parametrize("ids, salt", [(IDS, OTHER_SALT), (IDS[:-1], SALT), (IDS[:-1] + [9], SALT)])
-async def test_a_head_serves_its_own_tokens_and_tenant(heads: Heads, ids: list[int], salt: str) -> None:
+async def test_a_head_serves_its_own_tokens_and_tenant(heads: HeadCache, ids: list[int], salt: str) -> None:
     head = await heads.read(IDS, SALT)
     assert await heads.read(ids, salt) is not head
 
 
-async def test_what_is_kept_is_bounded(heads: Heads) -> None:
+async def test_what_is_kept_is_bounded(heads: HeadCache) -> None:
     long = tiny.random_tokens(MAX_KEPT_TOKENS + 1)
     assert await heads.read(long, SALT) is not await heads.read(long, SALT)
     head = await heads.read(IDS, SALT)

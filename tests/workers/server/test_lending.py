@@ -17,7 +17,7 @@ from workers.api.config import SettingsError
 from workers.api.errors import CacheNotFound, InvalidRequest
 from workers.api.schemas import KVTransferParams, LeaseRequest, PrefillReply, PrefillRequest
 from workers.pool.segment import SHM
-from workers.serving.reuse import Recalls
+from workers.serving.reuse import Recaller
 from workers.settings import TcpSettings
 from workers.transports import choose
 
@@ -99,7 +99,7 @@ async def test_a_cache_that_would_come_back_too_late_or_behind_too_many_does_not
     away = (await prefill(small, 3)).cache_id
     await prefill(small, 2)
     engine, pool = small.worker.engine, small.worker.pool
-    recalls, go_on = Recalls(engine, pool, max_waiting=1), threading.Event()
+    recalls, go_on = Recaller(engine, pool, max_waiting=1), threading.Event()
     ask = partial(recalls.for_prompt, (), SALT, KVTransferParams(cache_id=away))
     busy = engine.compute.submit(lambda: go_on.wait(10))
     first = asyncio.create_task(ask())

@@ -22,7 +22,7 @@ from tests.workers.server.support import SALT, TALK, Served, bundle, content, se
 from tests.workers.server.test_upgrade import Watched
 from workers.api.errors import BundleUnusable, CacheNotFound, PoolFull
 from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, Message, PrefillRequest, TransferReply
-from workers.bundles import Comparison, Window
+from workers.bundles import Comparison, ComparisonWindow
 from workers.engines.transformers.engine import TransformersEngine
 from workers.serving.idle import STEP_TOKENS
 from workers.serving.shadow import MAX_WAITING, Shadow, compare
@@ -90,7 +90,7 @@ async def told(large: Served) -> BundleInfo:
     ],
 )
 def test_a_full_window_below_the_gate_objects(found: list[tuple[int, float]], objection: str | None) -> None:
-    window = Window(QualityGate(), WINDOW)
+    window = ComparisonWindow(QualityGate(), WINDOW)
     for num_agreed, kl_sum in found:
         window.add(Comparison(10, num_agreed, kl_sum))
     assert window.objection == objection
@@ -159,7 +159,7 @@ async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path,
 
 
 def test_what_may_come_back_is_better_than_what_may_stay() -> None:
-    service = Window(QualityGate(), WINDOW)
+    service = ComparisonWindow(QualityGate(), WINDOW)
     trials = service.for_trials()
     for window in (service, trials):
         for number in range(WINDOW):

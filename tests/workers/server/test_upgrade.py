@@ -21,7 +21,7 @@ from workers.api.errors import CacheNotFound, Overloaded, PoolFull
 from workers.api.schemas import Message, PrefillRequest
 from workers.engines.scheduling import BACKGROUND, Compute
 from workers.pool.entries import CacheEntry, Span
-from workers.serving.idle import MIN_LIFE_S, STEP_TOKENS, Upgrader, Uses, choose_hot
+from workers.serving.idle import MIN_LIFE_S, STEP_TOKENS, Upgrader, UsageCounts, choose_hot
 
 IDLE_S = 0.05
 NUM = 12
@@ -54,7 +54,7 @@ def test_the_hottest_that_has_room_and_time(
 
 
 def test_a_cache_on_top_inherits_the_uses_of_those_below() -> None:
-    uses = Uses()
+    uses = UsageCounts()
     uses.note(mapped("a", 8), mapped("b", 16))
     uses.note(mapped("b", 16), mapped("c", 24))
     uses.note(None, mapped("d", 8))

@@ -16,11 +16,11 @@ import torch
 
 from tests.workers.pool.support import FINGERPRINT, LAYOUT, SALT, random_kv
 from workers.api.schemas import KVLayout, Ticket
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import block_bytes
 from workers.pool.pool import Pool
 from workers.pool.segment import SHM
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 from workers.transports.lender import Lender
 
 SECRET = "a cluster secret of these tests"
@@ -45,7 +45,7 @@ class LocalOwner:
         self.lender = Lender(self.pool.arena, SECRET) if kind == "tcp" else None
         if self.lender is not None:
             self.lender.start()
-        self._office = TicketOffice(self.pool, "small")
+        self._office = TicketIssuer(self.pool, "small")
         self._layout = layout
 
     def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:

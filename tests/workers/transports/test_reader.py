@@ -8,7 +8,8 @@ import pytest
 from tests.workers.pool.support import LAYOUT, random_kv
 from workers.api.errors import CacheStale, TransferFailed
 from workers.api.schemas import PoolExport, Site
-from workers.pool.arena import Arena, HeapArena, new_epoch
+from workers.pool import new_epoch
+from workers.pool.arena import Arena, HeapArena
 from workers.pool.blocks import copy_in
 from workers.transports import TRANSPORTS, choose, load_transport, site_here
 from workers.transports.base import MemoryReader

@@ -18,12 +18,13 @@ from tests.workers.transports.owner import SECRET, LocalOwner
 from tests.workers.transports.tap import Tap, Way
 from workers.api.errors import CacheStale, DeadlineExceeded, KvrelayError, TransferCorrupted, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Ticket
-from workers.pool.arena import HeapArena, new_epoch
+from workers.pool import new_epoch
+from workers.pool.arena import HeapArena
 from workers.pool.blocks import block_bytes, copy_in
 from workers.transports.base import Reader
 from workers.transports.lender import Lender
 from workers.transports.tcp import TcpTransport, pack_blocks
-from workers.transports.wire import Channel, Kind
+from workers.transports.wire import Channel, FrameKind
 
 torch.set_num_threads(1)
 
@@ -138,7 +139,7 @@ class Deaf(Lender):
         channel._send(b"KVRELAY-TCP/1\0\0\0" + bytes(32))
         channel._receive_exactly(GREETING + 32)
         channel._agree("what an impostor knows", bytes(64), send=b"owner", receive=b"reader")
-        channel.send(Kind.WELCOME, bytes(72))
+        channel.send(FrameKind.WELCOME, bytes(72))
 
 
 def test_nothing_travels_without_a_secret(owner: LocalOwner, opened: Opened) -> None:
@@ -287,7 +288,7 @@ def test_a_reader_that_takes_nothing_costs_one_piece_and_is_let_go(lend: Callabl
     channel = Channel(sock)
     channel.answer(SECRET)
     channel.receive(4096)
-    channel.send(Kind.READ, pack_blocks(range(64), [0] * 64))
+    channel.send(FrameKind.READ, pack_blocks(range(64), [0] * 64))
     until(lambda: lender.num_connections == 0)
     assert isinstance(lender, Counting) and 0 < lender.num_copied < 32  # what the kernel's buffers took
     channel.close()

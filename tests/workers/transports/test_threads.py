@@ -8,7 +8,8 @@ import pytest
 
 from tests.workers.pool.support import LAYOUT, random_kv
 from workers.api.errors import CacheStale, WorkerUnavailable
-from workers.pool.arena import HeapArena, new_epoch
+from workers.pool import new_epoch
+from workers.pool.arena import HeapArena
 from workers.pool.blocks import copy_in
 from workers.transports.readers import PeerThreads, Readers
 

@@ -33,21 +33,21 @@ from mappers.errors import MapperError
 from mappers.models import load_tokenizer, local_folder
 from workers.api.config import SettingsError
 from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence, describe
-from workers.engines.rates import RateMeter
-from workers.engines.scheduling import BACKGROUND, Admission, Claim, Compute, Rounds, share_out_here
+from workers.engines.scheduling import BACKGROUND, Admission, Batcher, Claim, Compute, set_compute_threads
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.forward import attention_for, can_batch, decode, make_rowwise
-from workers.engines.transformers.memory import Rooms, WorkingMemory
+from workers.engines.transformers.memory import BufferPool, WorkingMemory
+from workers.rates import RateMeter
 from workers.settings import WorkerSettings
 
 R = TypeVar("R")
 
 CHUNK_TOKENS = 256  # the longest step: what a hang-up, a deadline or another request waits for at most
-MAX_ROWS = 8  # answers that go on in one round
+MAX_BATCH = 8  # answers that go on in one round
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodeRow:
     """What a sequence wants of a round: to read the token that was written last, and to choose the next one."""
 
     sequence: TransformersSequence
@@ -70,8 +70,8 @@ class TransformersEngine(Engine):
         self.rates = RateMeter()
         self.hf_model = model
         self.compute = Compute(on_start=lambda: _on_start(num_threads))
-        self.rooms = Rooms()
-        self.rounds = Rounds(self._run_round, MAX_ROWS if can_batch(model) else 1)
+        self.rooms = BufferPool()
+        self.rounds = Batcher(self._run_round, MAX_BATCH if can_batch(model) else 1)
 
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
@@ -84,10 +84,10 @@ class TransformersEngine(Engine):
     async def aclose(self) -> None:
         self.compute.close()
 
-    async def _run_round(self, rows: Sequence[Row], priority: int) -> Sequence[Token | Exception]:
+    async def _run_round(self, rows: Sequence[DecodeRow], priority: int) -> Sequence[Token | Exception]:
         return await self.compute.run(partial(self._decode, rows), priority=priority)
 
-    def _decode(self, rows: Sequence[Row]) -> list[Token | Exception]:
+    def _decode(self, rows: Sequence[DecodeRow]) -> list[Token | Exception]:
         """A round. Runs on the compute thread."""
         began = time.perf_counter()
         logits = decode(self.hf_model, [row.sequence.memory for row in rows], [row.token_id for row in rows])
@@ -152,7 +152,7 @@ class TransformersSequence(TokenSequence):
         yield token
         for _ in range(max_tokens - 1):
             self._claim.check()
-            row = Row(self, token.id, sampler)
+            row = DecodeRow(self, token.id, sampler)
             token = await self._engine.rounds.join(row, priority=self._claim.priority)
             yield token
 
@@ -221,7 +221,7 @@ def _chosen(sampler: Sampler, logits: Tensor) -> Token | Exception:
 
 
 def _on_start(num_threads: int) -> None:
-    share_out_here(num_threads)
+    set_compute_threads(num_threads)
     torch.set_grad_enabled(False)  # for this thread only
 
 

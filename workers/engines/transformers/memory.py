@@ -7,7 +7,7 @@ Laid out as a pool's block is, token by token, so that pool blocks are copied in
 transformers' own DynamicCache concatenates, which copies the whole cache at every step; its StaticCache makes the model
 attend over the unused rest.
 
-`Rooms`: large memory on the CPU, kept for the next sequence when one has ended.
+`BufferPool`: large memory on the CPU, kept for the next sequence when one has ended.
 
 Fresh memory costs a fault for every page, on a virtual machine often one of the host's too, and that takes longer than
 filling it. A room comes back when the last tensor that looks into it is gone, whoever holds that: nobody ever gets
@@ -45,11 +45,11 @@ class WorkingMemory:
         dtype: torch.dtype,
         device: torch.device,
         limit: int | None = None,
-        rooms: Rooms | None = None,
+        rooms: BufferPool | None = None,
     ):
         self.geometry = geometry
         self._limit = limit
-        self._rooms = rooms or Rooms()
+        self._rooms = rooms or BufferPool()
         shape = (geometry.num_layers, 2, capacity, geometry.num_kv_heads, geometry.head_dim)
         self._buffer = self._room(shape, dtype, device)
         self._layers = [WorkingLayer(self, index) for index in range(geometry.num_layers)]
@@ -138,7 +138,7 @@ SMALL = 2 * 2**20  # bytes of a huge page; less is left to torch's allocator
 ROUNDED = 16 * 2**20  # so that a sequence that is a little longer than the last one has room in its room
 
 
-class Rooms:
+class BufferPool:
     """Keeps the largest room that came back; the others' memory goes to the system. For use from any thread."""
 
     def __init__(self) -> None:

@@ -21,10 +21,10 @@ from workers.api.errors import KvrelayError
 from workers.api.process import ParentWatchError, die_with_parent
 from workers.api.schemas import KVLayout
 from workers.bundles import Bundles, load_bundles
-from workers.engines.vllm.plan import Target
+from workers.engines.vllm.plan import LoadTarget
 from workers.engines.vllm.scheduler import SchedulerSide, create_exchange
 from workers.engines.vllm.worker import PagedCache, WorkerSide
-from workers.settings import Gate, first_problem
+from workers.settings import GateSettings, first_problem
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -38,7 +38,7 @@ class ConnectorSettings(BaseModel):
     name: str = Field(default="vllm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     model: str | None = None
     bundles: list[str] = []
-    gate: Gate = Gate()
+    gate: GateSettings = GateSettings()
     exchange_bytes: ByteSize = Field(default=ByteSize(256 * 2**20), gt=0)
     block_tokens: int = Field(default=32, ge=1, le=1024)
     transports: list[str] = ["inproc", "shm", "cuda_ipc"]
@@ -132,7 +132,7 @@ class EngineModel:
             exchange = create_exchange(settings.name, self.layout, settings.exchange_bytes, self.fingerprint)
         except KvrelayError as error:
             raise SettingsError(f"kvrelay's connector: {error.message}") from error
-        target = Target(exchange, self._bundles(settings).usable, settings.transports, self.max_model_len)
+        target = LoadTarget(exchange, self._bundles(settings).usable, settings.transports, self.max_model_len)
         return SchedulerSide(target, self.name, self.paged_block_tokens)
 
     def worker_side(self, settings: ConnectorSettings, cache: PagedCache) -> WorkerSide:

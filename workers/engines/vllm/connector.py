@@ -31,7 +31,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from workers.engines.vllm.config import ConnectorSettings, EngineModel
-from workers.engines.vllm.paged import CpuLayout, CudaLayout, Heads, PagedLayout, heads_of
+from workers.engines.vllm.paged import CpuLayout, CudaLayout, HeadRange, PagedLayout, head_range
 from workers.engines.vllm.plan import StepWork
 from workers.engines.vllm.scheduler import SchedulerSide
 from workers.engines.vllm.worker import PagedCache, WorkerSide
@@ -144,10 +144,10 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
 
-    def _heads(self) -> Heads:
+    def _heads(self) -> HeadRange:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return heads_of(rank, ranks, self._model.layout.num_kv_heads)
+        return head_range(rank, ranks, self._model.layout.num_kv_heads)
 
     def _paged_layout(self, layer: Tensor, module: Any) -> PagedLayout:
         if layer.device.type != "cpu":

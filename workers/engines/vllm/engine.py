@@ -38,17 +38,17 @@ from workers.engines.base import (
     Engine,
     KVSource,
     ModelInfo,
-    PoolPlace,
+    PoolLocation,
     Sampling,
     Token,
     TokenSequence,
 )
-from workers.engines.rates import RateMeter
 from workers.engines.scheduling import BACKGROUND, Admission, Claim, Compute
 from workers.engines.tokenizer import Tokenizer
-from workers.engines.vllm.plan import Lent, LoadPart, Publish, TransferParams, TransferReport
-from workers.engines.vllm.worker import Sources
+from workers.engines.vllm.plan import LeaseRef, LoadPart, PublishParams, TransferParams, TransferReport
+from workers.engines.vllm.worker import PoolReaders
 from workers.pool.entries import new_cache_id
+from workers.rates import RateMeter
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class VllmEngine(Engine):
         self.rates = RateMeter()
         self.compute = compute
         self.llm = llm
-        self.sources = Sources()  # of what is published
-        self.unneeded: list[Lent] = []  # to be given back with the next request
+        self.sources = PoolReaders()  # of what is published
+        self.unneeded: list[LeaseRef] = []  # to be given back with the next request
 
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
@@ -175,7 +175,7 @@ class VllmSequence(TokenSequence):
         self._load_at_most(num_tokens)
 
     async def fetch(self, begin: int) -> None:
-        params = self._params(publish=Publish(ttl_s=LENT_S))
+        params = self._params(publish=PublishParams(ttl_s=LENT_S))
         output = await self._last_output(self.token_ids, params)
         report = TransferReport.model_validate(output.kv_transfer_params or {})
         if report.ticket is None:
@@ -187,7 +187,7 @@ class VllmSequence(TokenSequence):
         except CacheStale as error:
             raise Overloaded(f"what was published was not read back in time: {error.message}") from error
         finally:
-            self._engine.unneeded.append(Lent(cache_id=ticket.cache_id, lease_id=ticket.lease_id))
+            self._engine.unneeded.append(LeaseRef(cache_id=ticket.cache_id, lease_id=ticket.lease_id))
 
     def kv(self, begin: int, end: int) -> KVCache:
         if self._fetched is None:
@@ -199,7 +199,7 @@ class VllmSequence(TokenSequence):
         kv = self._engine.sources.reader(ticket).read(ticket.blocks, ticket.generations, begin, ticket.num_tokens)
         return KVCache(tuple(key.clone() for key in kv.keys), tuple(value.clone() for value in kv.values), kv.start)
 
-    def _ticket(self, token_ids: Sequence[int], place: PoolPlace) -> Ticket:
+    def _ticket(self, token_ids: Sequence[int], place: PoolLocation) -> Ticket:
         """A place in our own pool as the connector takes it: under this sequence's salt, and held by its request."""
         model = self._engine.model
         return Ticket(
@@ -218,7 +218,7 @@ class VllmSequence(TokenSequence):
             expires_at=0.0,
         )
 
-    def _params(self, publish: Publish | None = None) -> TransferParams | None:
+    def _params(self, publish: PublishParams | None = None) -> TransferParams | None:
         unneeded, self._engine.unneeded = self._engine.unneeded, []
         if not (self._source or publish or unneeded):
             return None

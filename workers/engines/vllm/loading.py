@@ -14,7 +14,7 @@ from mappers.errors import MapperError
 from mappers.models import load_tokenizer, local_folder
 from workers.api.config import SettingsError
 from workers.engines.base import ModelInfo, describe
-from workers.engines.scheduling import Admission, Compute, share_out_here
+from workers.engines.scheduling import Admission, Compute, set_compute_threads
 from workers.engines.tokenizer import Tokenizer
 from workers.settings import WorkerSettings
 
@@ -51,7 +51,7 @@ def load(settings: WorkerSettings) -> Any:
     except (MapperError, ValueError, RuntimeError) as error:
         raise SettingsError(f"worker {settings.id!r}: vLLM cannot serve {settings.model!r}: {error}") from error
     admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)
-    compute = Compute(on_start=lambda: share_out_here(settings.num_threads))
+    compute = Compute(on_start=lambda: set_compute_threads(settings.num_threads))
     return VllmEngine(llm, info, tokenizer, admission, compute)
 
 

@@ -24,7 +24,7 @@ from workers.pool.blocks import check_blocks, check_range
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadRange:
     """KV heads `[begin, end)` of the model."""
 
     begin: int
@@ -35,15 +35,15 @@ class Heads:
         return slice(self.begin, self.end)
 
 
-def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> Heads:
+def head_range(rank: int, num_ranks: int, num_kv_heads: int) -> HeadRange:
     """As vLLM shares them: each rank an equal run of heads; with fewer heads than ranks, each head on several ranks."""
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         raise ValueError(f"{num_kv_heads} KV heads cannot be shared equally among {num_ranks} ranks")
     if num_kv_heads >= num_ranks:
         size = num_kv_heads // num_ranks
-        return Heads(rank * size, (rank + 1) * size)
+        return HeadRange(rank * size, (rank + 1) * size)
     head = rank * num_kv_heads // num_ranks
-    return Heads(head, head + 1)
+    return HeadRange(head, head + 1)
 
 
 # Writes tokens (T, H, D) of keys and of values into the caches (blocks, H, block_tokens, D), at slots (T,).

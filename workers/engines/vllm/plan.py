@@ -44,11 +44,11 @@ class LoadPart(Request):
     mapper: str = "auto"
 
 
-class Publish(Request):
+class PublishParams(Request):
     ttl_s: float = Field(default=10.0, gt=0, le=600)
 
 
-class Lent(Request):
+class LeaseRef(Request):
     cache_id: str
     lease_id: str
 
@@ -56,8 +56,8 @@ class Lent(Request):
 class TransferParams(Request):
     tenant_salt: TenantSalt
     load: list[LoadPart] = Field(default=[], max_length=MAX_PARTS)
-    publish: Publish | None = None
-    release: list[Lent] = Field(default=[], max_length=MAX_RELEASES)
+    publish: PublishParams | None = None
+    release: list[LeaseRef] = Field(default=[], max_length=MAX_RELEASES)
 
 
 class TransferReport(Reply):
@@ -80,7 +80,7 @@ def parse(value: Any) -> TransferParams:
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptPart:
     """Tokens `[begin, end)` of the prompt, out of the ticket's cache; through the bundle `mapper` unless it is None."""
 
     ticket: Ticket
@@ -94,7 +94,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """What a load goes into: our model's weights and KV are those of `pool`; `transports` are those that a step of the
     engine may wait for."""
 
@@ -104,12 +104,12 @@ class Target:
     max_tokens: int
 
 
-def plan_load(params: TransferParams, prompt: Sequence[int], target: Target) -> tuple[Part, ...]:
+def plan_load(params: TransferParams, prompt: Sequence[int], target: LoadTarget) -> tuple[PromptPart, ...]:
     """The parts, one behind the other from token 0 on; none if nothing is asked for.
 
     Raises `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`, `InvalidRequest`, `TransferFailed`.
     """
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     for asked in params.load:
         begin = parts[-1].end if parts else 0
         parts.append(_plan_part(asked, begin, params.tenant_salt, prompt, target))
@@ -120,7 +120,7 @@ def plan_load(params: TransferParams, prompt: Sequence[int], target: Target) -> 
     return tuple(parts)
 
 
-def provenance_of(parts: Sequence[Part]) -> str:
+def provenance_of(parts: Sequence[PromptPart]) -> str:
     """What was read over these parts is, like them: exact only if all of them are."""
     return next((part.provenance for part in parts if part.provenance != EXACT), EXACT)
 
@@ -133,7 +133,7 @@ def isolating_salt(own: str | None, params: TransferParams, end: int) -> str:
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
-def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], target: Target) -> Part:
+def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], target: LoadTarget) -> PromptPart:
     ticket = asked.ticket
     check_tokens(ticket, salt)
     if ticket.pool.kind not in target.transports:
@@ -147,7 +147,7 @@ def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], ta
         )
     if ticket.fingerprint == target.pool.fingerprint:
         _check_geometry(ticket, target.pool.layout)
-        return Part(ticket, begin, end, None)
+        return PromptPart(ticket, begin, end, None)
     request = TransferRequest(
         cache_id=ticket.cache_id,
         source_worker=ticket.model,
@@ -158,7 +158,7 @@ def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], ta
         deadline_ms=1,  # nothing here waits
     )
     plan = plan_handoff(request, ticket, target.pool, target.mappers(), max_tokens=target.max_tokens)
-    return Part(ticket, begin, end, plan.mapper.bundle_id)
+    return PromptPart(ticket, begin, end, plan.mapper.bundle_id)
 
 
 def _check_geometry(ticket: Ticket, layout: KVLayout) -> None:
@@ -174,18 +174,18 @@ def check_prompt(prompt: Sequence[int] | None) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOp:
     """Tokens `[begin, end)` of the parts into the sequence's blocks, of which there may be more."""
 
     request_id: str
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     begin: int
     end: int
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveOp:
     """The sequence's first `num_tokens` tokens into blocks `into` of the exchange pool."""
 
     request_id: str
@@ -197,5 +197,5 @@ class Save:
 
 @dataclass(frozen=True)
 class StepWork:
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
+    loads: tuple[LoadOp, ...] = ()
+    saves: tuple[SaveOp, ...] = ()

@@ -22,12 +22,12 @@ from workers.api.errors import KvrelayError
 from workers.api.logs import exception_fields
 from workers.api.schemas import KVLayout
 from workers.engines.vllm.plan import (
-    Load,
-    Part,
-    Publish,
-    Save,
+    LoadOp,
+    LoadTarget,
+    PromptPart,
+    PublishParams,
+    SaveOp,
     StepWork,
-    Target,
     TransferParams,
     TransferReport,
     check_prompt,
@@ -36,12 +36,12 @@ from workers.engines.vllm.plan import (
     plan_load,
     provenance_of,
 )
-from workers.pool.arena import create_arena, new_epoch
+from workers.pool import create_arena, new_epoch
 from workers.pool.blocks import blocks_for
 from workers.pool.entries import EXACT, Hold, Lease, Span
 from workers.pool.pool import Pool
 from workers.pool.segment import reclaim_dead_segments
-from workers.pool.tickets import TicketOffice
+from workers.pool.tickets import TicketIssuer
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EngineRequest(Protocol):
 
 
 @dataclass
-class Saving:
+class PendingSave:
     """Blocks of the exchange that a step writes. `is_done` is None until the workers have told."""
 
     hold: Hold
@@ -70,17 +70,17 @@ class Saving:
 class RequestState:
     request: EngineRequest
     salt: str = ""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
     kept_under: str = ""  # vLLM's salt for it
-    publish: Publish | None = None
+    publish: PublishParams | None = None
     refused: str | None = None
-    load: Load | None = None  # into the blocks that were allocated last
+    load: LoadOp | None = None  # into the blocks that were allocated last
     is_loading: bool = False  # the next step is to do it
     is_loaded: bool = False  # a step has done it
     is_broken: bool = False  # a step has failed to: what failed once would fail for ever, and is not offered again
     found: int = 0  # tokens of it that vLLM has from an earlier request, under the same salt
     loaded_tokens: int = 0
-    saving: Saving | None = None
+    saving: PendingSave | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -119,7 +119,7 @@ def create_exchange(name: str, layout: KVLayout, budget_bytes: int, fingerprint:
 
 
 @dataclass
-class _Published:
+class _UnconfirmedLease:
     """A lease that was told before the workers have confirmed what it lends."""
 
     lease: Lease
@@ -129,12 +129,12 @@ class _Published:
 class SchedulerSide:
     """`pool` is the exchange: what is published stands there, and only as long as it is lent."""
 
-    def __init__(self, target: Target, model: str, block_tokens: int):
+    def __init__(self, target: LoadTarget, model: str, block_tokens: int):
         self._target = target
         self._block_tokens = block_tokens  # of vLLM's paged blocks
-        self._tickets = TicketOffice(target.pool, model)
+        self._tickets = TicketIssuer(target.pool, model)
         self._states: dict[str, RequestState] = {}
-        self._unconfirmed: dict[str, _Published] = {}
+        self._unconfirmed: dict[str, _UnconfirmedLease] = {}
         self._late: dict[str, Hold] = {}  # of requests that ended while a step wrote for them
 
     @property
@@ -179,7 +179,7 @@ class SchedulerSide:
         if state is None or not state.parts:
             return
         state.loaded_tokens, state.is_loading = state.found + num_tokens, num_tokens > 0
-        state.load = Load(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks))
+        state.load = LoadOp(request_id, state.parts, state.end - num_tokens, state.end, tuple(blocks))
 
     def step(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepWork:
         """For a step that computes so many tokens of each request."""
@@ -234,15 +234,15 @@ class SchedulerSide:
             and state.request.num_computed_tokens + num_scheduled >= len(state.prompt) > 0
         )
 
-    def _begin_save(self, state: RequestState, blocks_of: BlocksOf) -> Save | None:
+    def _begin_save(self, state: RequestState, blocks_of: BlocksOf) -> SaveOp | None:
         request_id, num_tokens = state.request.request_id, len(state.prompt)
         try:
             hold = self.pool.allocate(blocks_for(num_tokens, self.pool.layout.block_tokens))
         except KvrelayError as error:
             state.publish, state.refused = None, error.message
             return None
-        state.saving = Saving(hold)
-        return Save(request_id, num_tokens, tuple(blocks_of(request_id)), self.pool.export(), hold.blocks)
+        state.saving = PendingSave(hold)
+        return SaveOp(request_id, num_tokens, tuple(blocks_of(request_id)), self.pool.export(), hold.blocks)
 
     def _confirm(self, request_id: str, is_done: bool) -> None:
         if (late := self._late.pop(request_id, None)) is not None:
@@ -257,7 +257,7 @@ class SchedulerSide:
                 state.saving.hold.release()
                 state.saving = None
 
-    def _published(self, state: RequestState, saving: Saving, report: TransferReport) -> TransferReport:
+    def _published(self, state: RequestState, saving: PendingSave, report: TransferReport) -> TransferReport:
         request_id = state.request.request_id
         try:
             lease = self._lend(state, saving.hold)
@@ -265,12 +265,12 @@ class SchedulerSide:
             self._let_go(request_id, saving)
             return report.model_copy(update={"refused": error.message})
         if saving.is_done is None:  # the workers' word on a step comes after the replies that it made
-            self._unconfirmed[request_id] = _Published(lease, saving.hold)
+            self._unconfirmed[request_id] = _UnconfirmedLease(lease, saving.hold)
         else:
             saving.hold.release()
         return report.model_copy(update={"ticket": self._tickets.ticket(lease)})
 
-    def _let_go(self, request_id: str, saving: Saving) -> None:
+    def _let_go(self, request_id: str, saving: PendingSave) -> None:
         if saving.is_done is None:
             self._late[request_id] = saving.hold  # the step that writes into it may still run
         else:

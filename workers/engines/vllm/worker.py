@@ -17,8 +17,8 @@ from torch import Tensor
 from mappers.mapper import Mapper
 from workers.api.errors import BundleUnusable, KvrelayError, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Ticket
-from workers.engines.vllm.paged import Heads, PagedLayout
-from workers.engines.vllm.plan import Load, Part, Save, StepWork
+from workers.engines.vllm.paged import HeadRange, PagedLayout
+from workers.engines.vllm.plan import LoadOp, PromptPart, SaveOp, StepWork
 from workers.handoff import chunks
 from workers.pool.arena import segment_data
 from workers.pool.blocks import check_blocks, copy_layer_in
@@ -38,7 +38,7 @@ class PagedCache:
 
     layers: tuple[Tensor, ...]  # (blocks, H, block_tokens, 2 * D) each
     layout: PagedLayout
-    heads: Heads
+    heads: HeadRange
 
     @property
     def block_tokens(self) -> int:
@@ -50,7 +50,7 @@ class PagedCache:
         self.layout.write(self.layers[layer], blocks, begin, keys[mine], values[mine])
 
 
-class Sources:
+class PoolReaders:
     """The pools that tickets speak of, opened when they are first read; those of dead owners are closed then."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class ExchangeWriter:
         self._num_blocks = export.num_blocks
         self._data: Tensor | None = segment_data(self._segment, layout)  # (num_blocks, L, 2, block_tokens, H, D)
 
-    def write(self, blocks: Sequence[int], layer: int, heads: Heads, keys: Tensor, values: Tensor) -> None:
+    def write(self, blocks: Sequence[int], layer: int, heads: HeadRange, keys: Tensor, values: Tensor) -> None:
         """One layer of a sequence from token 0 on, of some heads: `(heads, T, D)` each."""
         if self._data is None:
             raise TransferFailed("the exchange has been closed here")
@@ -97,7 +97,7 @@ class WorkerSide:
     def __init__(self, cache: PagedCache, mappers: Iterable[Mapper], exchange: KVLayout):
         self._cache = cache
         self._mappers = {mapper.bundle_id: mapper for mapper in mappers}
-        self._sources = Sources()
+        self._sources = PoolReaders()
         self._exchange_layout = exchange
         self._exchange: ExchangeWriter | None = None
         self._failed_blocks: set[int] = set()
@@ -131,7 +131,7 @@ class WorkerSide:
         if self._exchange is not None:
             self._exchange.close()
 
-    def _load_part(self, load: Load, part: Part) -> bool:
+    def _load_part(self, load: LoadOp, part: PromptPart) -> bool:
         begin, end = max(load.begin, part.begin), min(load.end, part.end)
         for at, until in chunks(begin, end, CHUNK_TOKENS):
             try:
@@ -141,7 +141,7 @@ class WorkerSide:
                 return False
         return True
 
-    def _load_chunk(self, blocks: Sequence[int], part: Part, begin: int, end: int) -> None:
+    def _load_chunk(self, blocks: Sequence[int], part: PromptPart, begin: int, end: int) -> None:
         ticket = part.ticket
         asked = (ticket.blocks, ticket.generations, begin, end)
         reader = self._sources.reader(ticket)
@@ -162,7 +162,7 @@ class WorkerSide:
             raise BundleUnusable(f"this worker has no bundle {bundle_id}; it has: {', '.join(self._mappers) or 'none'}")
         return self._mappers[bundle_id]
 
-    def _note_failure(self, load: Load, token: int, error: Exception) -> None:
+    def _note_failure(self, load: LoadOp, token: int, error: Exception) -> None:
         """Everything from the first token that is missing on must be computed: what follows was not loaded either, or
         is computed over that in this very step."""
         code = error.code if isinstance(error, KvrelayError) else "internal_error"
@@ -170,7 +170,7 @@ class WorkerSide:
         self._failed_blocks.update(load.blocks[token // self._cache.block_tokens :])
         self._failed_requests.add(load.request_id)
 
-    def _save(self, save: Save) -> bool:
+    def _save(self, save: SaveOp) -> bool:
         try:
             exchange = self._open_exchange(save.pool)
             for layer, cache in enumerate(self._cache.layers):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mappers.fingerprint import default_cache_folder, file_digest
-from workers.families import Family, Say, is_made, make, recipe_fingerprint
+from workers.families import Family, ReportProgress, build_once, is_built, recipe_fingerprint
 from workers.families.sources import SMOLLM2, drop, fetch, sharegpt
 
 if TYPE_CHECKING:
@@ -39,24 +39,24 @@ def family() -> Family:
     )
 
 
-def prepare(say: Say) -> None:
+def prepare(say: ReportProgress) -> None:
     """Make both model folders below the cache folder; what is there already is kept."""
     large, made = prepare_large(say), family()
     small = recipe_fingerprint("prune and merge", large, file_digest(ADAPTERS), RECIPE_VERSION)
-    if not is_made(made.source, small):
+    if not is_built(made.source, small):
         say("smol: making the small sibling (24 of 30 layers, healed)")
-        make(made.source, small, lambda folder: merge(made.target, ADAPTERS, folder))
+        build_once(made.source, small, lambda folder: merge(made.target, ADAPTERS, folder))
 
 
-def prepare_large(say: Say) -> str:
+def prepare_large(say: ReportProgress) -> str:
     """Make the large model's folder. Returns its fingerprint."""
     folder = family().target
     fingerprint = recipe_fingerprint("dequantise", SMOLLM2.sha256, RECIPE_VERSION)
-    if not is_made(folder, fingerprint):
+    if not is_built(folder, fingerprint):
         say("smol: fetching SmolLM2-135M-Instruct (93 MB)")
         weights = fetch(SMOLLM2)
         say("smol: dequantising it to float32")
-        make(folder, fingerprint, lambda scratch: dequantise(weights, scratch))
+        build_once(folder, fingerprint, lambda scratch: dequantise(weights, scratch))
         drop(SMOLLM2)
     return fingerprint
 

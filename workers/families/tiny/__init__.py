@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workers.families import Family, Say
+from workers.families import Family, ReportProgress
 from workers.families.sources import classics
 
 HERE = Path(__file__).parent
@@ -26,5 +26,5 @@ def family() -> Family:
     )
 
 
-def prepare(say: Say) -> None:
+def prepare(say: ReportProgress) -> None:
     """Nothing to make: the folders are part of the package."""

@@ -28,9 +28,9 @@ from workers.engines.tokenizer import PromptTokens, TextWriter
 from workers.metrics import WorkerMetrics
 from workers.pool.entries import CacheEntry
 from workers.pool.pool import Pool
-from workers.serving.idle import Uses
-from workers.serving.reuse import Recalls, Reuse, page_in, page_out, reuse_of
-from workers.serving.shadow import Served, Shadow
+from workers.serving.idle import UsageCounts
+from workers.serving.reuse import Recaller, Reuse, find_reuse, page_in, page_out
+from workers.serving.shadow import ServedAnswer, Shadow
 
 log = structlog.get_logger()
 
@@ -39,15 +39,15 @@ CAPACITY_AHEAD = 256  # tokens of an answer that working memory has room for fro
 
 
 @dataclass
-class Course:
+class JobProgress:
     """How far an answer has come: `phase` is one of those above."""
 
     phase: str = QUEUE
 
 
 @dataclass(frozen=True)
-class AnswerJob:
-    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`; `course` is kept by who
+class GenerationJob:
+    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`; `progress` is kept by who
     answers."""
 
     prompt: PromptTokens
@@ -59,22 +59,22 @@ class AnswerJob:
     arrived: float
     deadline: float | None = None
     priority: int = 0
-    course: Course = field(default_factory=Course, compare=False)
+    progress: JobProgress = field(default_factory=JobProgress, compare=False)
 
 
 @dataclass(frozen=True)
-class Piece:
+class GenerationChunk:
     """Text that may be told, and the tokens told with it."""
 
     text: str
     tokens: tuple[Token, ...]
 
 
-class Answerer:
+class GenerationService:
     """Answers jobs with one engine, over one pool."""
 
     def __init__(
-        self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: Uses, shadow: Shadow, recalls: Recalls
+        self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: UsageCounts, shadow: Shadow, recalls: Recaller
     ):
         self.uses = uses
         self.shadow = shadow
@@ -84,24 +84,24 @@ class Answerer:
         self.recalls = recalls
 
     @asynccontextmanager
-    async def open(self, job: AnswerJob) -> AsyncIterator[Answer]:
+    async def open(self, job: GenerationJob) -> AsyncIterator[Generation]:
         """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
         token_ids = job.prompt.token_ids
         capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
         await self.recalls.for_prompt(
             token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline
         )
-        with reuse_of(self.pool, token_ids, job.salt, job.params) as reuse:
+        with find_reuse(self.pool, token_ids, job.salt, job.params) as reuse:
             async with (
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,
                 self.engine.sequence(claim, capacity) as sequence,
             ):
-                job.course.phase, began = PREFILL, time.monotonic()
+                job.progress.phase, began = PREFILL, time.monotonic()
                 reuse = await page_in(self.pool, sequence, token_ids, reuse)
                 prefill_s = time.monotonic() - began
                 self._count_prompt(len(token_ids), reuse, prefill_s)
-                job.course.phase = DECODE
-                yield Answer(self, job, reuse, claim, sequence, prefill_s)
+                job.progress.phase = DECODE
+                yield Generation(self, job, reuse, claim, sequence, prefill_s)
 
     def _count_prompt(self, num_tokens: int, reuse: Reuse, prefill_s: float) -> None:
         self.metrics.prompt_tokens.inc(num_tokens)
@@ -111,13 +111,13 @@ class Answerer:
         self.metrics.prefill.observe(prefill_s)
 
 
-class Answer:
+class Generation:
     """An answer in the making. Its prompt has been read."""
 
     def __init__(
         self,
-        answerer: Answerer,
-        job: AnswerJob,
+        answerer: GenerationService,
+        job: GenerationJob,
         reuse: Reuse,
         claim: Claim,
         sequence: TokenSequence,
@@ -158,7 +158,7 @@ class Answer:
             ttft_ms=self._ttft_s * 1e3,
         )
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[GenerationChunk, None]:
         """The answer as it is written, up to an end token, a stop string or `max_tokens`."""
         engine = self._answerer.engine
         writer = TextWriter(engine.tokenizer, self.job.stops)
@@ -171,13 +171,13 @@ class Answer:
                     break
                 untold.append(token)
                 if text := writer.push(token.id):
-                    yield Piece(text, tuple(untold))
+                    yield GenerationChunk(text, tuple(untold))
                     untold = []
                 if writer.stopped:
                     self.finish_reason = "stop"
                     break
         if (rest := writer.flush()) or untold:
-            yield Piece(rest, tuple(untold))
+            yield GenerationChunk(rest, tuple(untold))
 
     async def settle(self) -> KVUsage:
         """Keep what was read and written, probe if asked to, and tell what the engine did."""
@@ -198,7 +198,7 @@ class Answer:
         params = self.job.params
         if params.shadow and params.cache_id is not None and self.reuse.mapped_tokens:
             tokens = tuple(self._sequence.token_ids)
-            self._answerer.shadow.note(Served(params.cache_id, tokens, self.num_prompt, self.job.salt))
+            self._answerer.shadow.note(ServedAnswer(params.cache_id, tokens, self.num_prompt, self.job.salt))
 
     def _time_token(self) -> None:
         now, metrics = time.monotonic(), self._answerer.metrics

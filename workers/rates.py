@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from workers.api.schemas import Rates
 
-Kind = Literal["prefill", "decode", "map", "handoff"]
+RateKind = Literal["prefill", "decode", "map", "handoff"]
 
 WINDOW = 64
 WINDOW_A_LENGTH = 16
@@ -59,18 +59,18 @@ class RateMeter:
         self._samples: dict[str, deque[float]] = {kind: deque(maxlen=WINDOW) for kind in MIN_TOKENS}
         self._by_length: dict[tuple[str, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=WINDOW_A_LENGTH))
 
-    def record(self, kind: Kind, num_tokens: int, seconds: float, *, length: int = 0) -> None:
+    def record(self, kind: RateKind, num_tokens: int, seconds: float, *, length: int = 0) -> None:
         """`length` is what the rate depends on: the tokens before those read, or those of the handoff."""
         if num_tokens >= MIN_TOKENS[kind] and seconds > 0:
             self._samples[kind].append(num_tokens / seconds)
-            self._by_length[kind, _edge(length)].append(Sample(self._clock(), num_tokens / seconds))
+            self._by_length[kind, _bucket(length)].append(Sample(self._clock(), num_tokens / seconds))
 
-    def rate(self, kind: Kind) -> float | None:
+    def rate(self, kind: RateKind) -> float | None:
         """Median tokens per second, None until measured."""
         samples = list(self._samples[kind])
         return median(samples) if samples else None
 
-    def by_length(self, kind: Kind) -> dict[int, float]:
+    def by_length(self, kind: RateKind) -> dict[int, float]:
         """Medians of what is fresh, by the lower end of each range of lengths."""
         oldest = self._clock() - FRESH_S
         lengths = [(length, list(samples)) for (of, length), samples in list(self._by_length.items()) if of == kind]
@@ -89,7 +89,7 @@ class RateMeter:
         )
 
 
-def _edge(length: int) -> int:
+def _bucket(length: int) -> int:
     """The largest power of two that is not above `length`; 0 for none."""
     return 1 << (length.bit_length() - 1) if length else 0
 
