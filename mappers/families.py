@@ -1,4 +1,4 @@
-"""Embedded families by name: pairs of models with a bundle, registered by other packages as entry points.
+"""Embedded families: named pairs of models with a bundle, registered by other packages as entry points.
 
 An entry of group `kvrelay.families` is a function without arguments that returns a `ModelFamily`.
 """
@@ -17,8 +17,10 @@ GROUP = "kvrelay.families"
 
 
 class ModelFamily(Protocol):
-    """Two model folders, which `prepare` makes if they are not there yet, the bundle between them, and the text that
-    it is fitted and judged on (`corpus` is the text's name)."""
+    """Folders of a source and a target model, the bundle between them, and the data it is fitted and evaluated on.
+
+    `prepare` creates the model folders if they are missing; its argument prints progress. `corpus` is the data's name.
+    """
 
     @property
     def source(self) -> Path: ...
@@ -35,7 +37,7 @@ class ModelFamily(Protocol):
 
 
 def find_family(name: str) -> ModelFamily:
-    """The family registered under `name`. Raises `UnknownFamily` naming those that are."""
+    """Return the family registered as `name`. Raises `UnknownFamily`, which lists the known ones."""
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
         raise UnknownFamily(f"{name!r} is neither a bundle nor a family; known families: {', '.join(sorted(known))}")

@@ -1,9 +1,9 @@
-"""Which weights a folder holds.
+"""Fingerprints: which weights and which tokenizer a model folder contains.
 
-A model as published is known by its content: SHA-256 over its tensors and the config fields that shape its KV cache.
-A derived model (computed on the user's machine, where the last bits differ with the processor) is known by its recipe:
-its folder has a `kvrelay.json` with `{"fingerprint": ..., "output_digest": ...}`, and the digest, SHA-256 of its
-`model.safetensors`, only detects a change since.
+A published model is identified by its content: SHA-256 over its tensors and the config fields that affect its KV cache.
+A derived model is computed on the user's machine, where the last bits depend on the processor. It is identified by its
+recipe: its folder has a `kvrelay.json` with `{"fingerprint": ..., "output_digest": ...}`. The output digest, SHA-256 of
+its `model.safetensors`, only detects later changes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mappers.errors import FingerprintMismatch, UnsupportedModel
 
 RECIPE_FILE = "kvrelay.json"
-VOCABULARIES = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))  # where there is no tokenizer.json
+VOCABULARIES = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))  # older than tokenizer.json
 CONFIG_FIELDS = (
     "model_type",
     "hidden_size",
@@ -42,7 +43,7 @@ CONFIG_FIELDS = (
     "attention_bias",
     "tie_word_embeddings",
 )
-# Fields that came later count where a config has them, so that models which have none keep their fingerprints.
+# Fields added later are hashed only if a config has them, so that models without them keep their fingerprints.
 LATER_FIELDS = (
     "alibi",
     "attention_multiplier",
@@ -78,10 +79,10 @@ LATER_FIELDS = (
 
 
 def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:
-    """The fingerprint of the model in `folder`, SHA-256 in hex.
+    """Return the fingerprint of the model in `folder`, SHA-256 in hex.
 
-    Raises `UnsupportedModel` if there are no safetensors or no config, `FingerprintMismatch` if a derived model's
-    content is no longer what its recipe wrote.
+    Raises `UnsupportedModel` without safetensors or config, `FingerprintMismatch` if a derived model has changed since
+    its recipe wrote it.
     """
     folder = Path(folder)
     recipe = folder / RECIPE_FILE
@@ -97,26 +98,28 @@ def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:
 
 
 def content_digest(folder: str | Path, cache_folder: Path | None = None) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all tensors, sharded or not, and over the config fields that
-    matter. Kept in a cache beside the files' sizes and times, so that a second call reads nothing."""
+    """Return SHA-256 over names, dtypes, shapes and bytes of all tensors, sharded or not, and relevant config fields.
+
+    Cached by the files' sizes and times, so that a second call reads no weights.
+    """
     folder = Path(folder)
     config = folder / "config.json"
     weights = sorted(folder.glob("*.safetensors"))
     if not weights or not config.exists():
-        raise UnsupportedModel(f"{folder} is no model folder: it needs config.json and *.safetensors")
-    return _remembered("content 2", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
+        raise UnsupportedModel(f"{folder} is not a model folder: it needs config.json and *.safetensors")
+    return _cached("content 2", folder, [config, *weights], cache_folder, lambda: _content_digest(config, weights))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The Hugging Face config of a model folder, as it stands there."""
+    """Return the Hugging Face config of a model folder as JSON values."""
     path = Path(folder) / "config.json"
     if not path.exists():
-        raise UnsupportedModel(f"{folder} is no model folder: it has no config.json")
+        raise UnsupportedModel(f"{folder} is not a model folder: it has no config.json")
     return _json(path)
 
 
 def tokenizer_digest(folder: str | Path) -> str | None:
-    """SHA-256 over the tokenizer's vocabulary and rules and the chat template; None if the folder has no tokenizer."""
+    """Return SHA-256 over the tokenizer's vocabulary, rules and chat template, None without a tokenizer."""
     folder = Path(folder)
     vocabularies = _vocabularies(folder)
     if not vocabularies:
@@ -125,16 +128,16 @@ def tokenizer_digest(folder: str | Path) -> str | None:
 
 
 def same_vocabulary(one: str | Path, other: str | Path) -> bool:
-    """Whether the tokenizers of two folders make the same token ids of a text, as far as their files tell.
+    """Return whether the tokenizers of two folders give the same token ids, judged by their files.
 
-    They are compared in the first form that both have. Where there is none, nothing speaks against it.
+    Compares the first file format that both have. Without a common one they are assumed to be the same.
     """
-    ours, theirs = _vocabularies(Path(one)), _vocabularies(Path(other))
-    return next((ours[form] == theirs[form] for form in ours if form in theirs), True)
+    first, second = _vocabularies(Path(one)), _vocabularies(Path(other))
+    return next((first[form] == second[form] for form in first if form in second), True)
 
 
 def default_cache_folder() -> Path:
-    """`KVRELAY_HOME`, or `kvrelay` in the user's cache folder."""
+    """Return `KVRELAY_HOME`, or `kvrelay` in the user's cache folder."""
     home = os.environ.get("KVRELAY_HOME")
     if home:
         return Path(home).expanduser()
@@ -145,7 +148,7 @@ def _output_digest(folder: Path, cache_folder: Path | None) -> str | None:
     weights = folder / "model.safetensors"
     if not weights.exists():
         return None
-    return _remembered("output", folder, [weights], cache_folder, lambda: file_digest(weights))
+    return _cached("output", folder, [weights], cache_folder, lambda: file_digest(weights))
 
 
 def file_digest(path: Path) -> str:
@@ -155,23 +158,26 @@ def file_digest(path: Path) -> str:
 
 def _content_digest(config: Path, weights: list[Path]) -> str:
     fields = _json(config)
-    counted = {name: fields.get(name) for name in CONFIG_FIELDS}
-    counted |= {name: fields[name] for name in LATER_FIELDS if fields.get(name) is not None}
-    digest = hashlib.sha256(_canonical(counted))
+    hashed = {name: fields.get(name) for name in CONFIG_FIELDS}
+    hashed |= {name: fields[name] for name in LATER_FIELDS if fields.get(name) is not None}
+    digest = hashlib.sha256(_canonical(hashed))
     tensors = sorted((entry for path in weights for entry in _header(path)), key=lambda entry: entry.name)
-    views = {path: _View(path) for path in weights}
-    try:
+    with ExitStack() as maps:
+        views = {path: maps.enter_context(_mapped(path)) for path in weights}
         for entry in tensors:
             digest.update(_canonical([entry.name, entry.dtype, entry.shape]))
-            views[entry.path].hash_into(digest, entry.begin, entry.end)
-    finally:
-        for view in views.values():
-            view.close()
+            with memoryview(views[entry.path]) as whole, whole[entry.begin : entry.end] as part:
+                digest.update(part)
     return digest.hexdigest()
 
 
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 class _Entry(NamedTuple):
-    """A tensor's bytes `[begin, end)` in a safetensors file, and what they mean."""
+    """One tensor in a safetensors file: bytes `[begin, end)`, dtype and shape."""
 
     name: str
     path: Path
@@ -182,7 +188,7 @@ class _Entry(NamedTuple):
 
 
 def _header(path: Path) -> list[_Entry]:
-    """Every tensor of a safetensors file."""
+    """List the tensors of a safetensors file."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -197,22 +203,8 @@ def _header(path: Path) -> list[_Entry]:
         raise UnsupportedModel(f"{path} is not a safetensors file") from error
 
 
-class _View:
-    """A file mapped read-only."""
-
-    def __init__(self, path: Path):
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def hash_into(self, digest: Any, start: int, end: int) -> None:
-        with memoryview(self._map) as whole, whole[start:end] as part:
-            digest.update(part)
-
-    def close(self) -> None:
-        self._map.close()
-
-
-def _remembered(kind: str, folder: Path, files: list[Path], cache: Path | None, compute: Callable[[], str]) -> str:
+def _cached(kind: str, folder: Path, files: list[Path], cache: Path | None, compute: Callable[[], str]) -> str:
+    """Return the cached digest, or compute and cache it if the files' sizes or times have changed."""
     key = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     where = hashlib.sha256(f"{kind}:{folder.resolve()}".encode()).hexdigest()[:32]
     entry = (cache or default_cache_folder()) / "digests" / f"{where}.json"
@@ -221,24 +213,20 @@ def _remembered(kind: str, folder: Path, files: list[Path], cache: Path | None, 
         if record["files"] == key:
             return str(record["digest"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # never computed, or written by something else: compute it
+        pass  # missing or invalid: compute it
     digest = compute()
-    _remember(entry, {"files": key, "digest": digest})
-    return digest
-
-
-def _remember(entry: Path, record: dict[str, Any]) -> None:
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
-            json.dump(record, file)
+            json.dump({"files": key, "digest": digest}, file)
         os.replace(file.name, entry)
     except OSError:
-        pass  # a read-only home only costs the time of hashing again
+        pass  # a read-only folder only costs the time to hash again
+    return digest
 
 
 def _vocabularies(folder: Path) -> dict[str, bytes]:
-    """What decides how text becomes token ids, by the file that it stands in, the form that tells most first."""
+    """Return what determines the token ids of a text, by the file format it is stored in, most complete first."""
     found = {}
     path = folder / "tokenizer.json"
     if path.exists():
@@ -264,7 +252,7 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UnsupportedModel(f"{path} is not JSON") from error
     if not isinstance(value, dict):
-        raise UnsupportedModel(f"{path} holds no JSON object")
+        raise UnsupportedModel(f"{path} is not a JSON object")
     return value
 
 

@@ -13,7 +13,7 @@ from tests.mappers.pairs import disguised, fit_with, llama, pruned, random_docum
 
 @pytest.fixture(scope="session", autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One core, and nothing written to the user's own cache folder."""
+    """Use one thread, and keep the user's own cache folder untouched."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_HOME", str(tmp_path_factory.mktemp("home")))
         threads = torch.get_num_threads()
@@ -24,8 +24,8 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders: `large`; `twin`, its function with other keys and values; `sibling`, its layers 0, 1 and 3;
-    `other`, unrelated and of another depth and width."""
+    """Model folders: `large`; `twin`, the same function with other keys and values; `sibling`, layers 0, 1 and 3 of
+    `large`; `other`, unrelated and of another depth and width."""
     root = tmp_path_factory.mktemp("models")
     large = llama(1, 4)
     made = {"large": large, "twin": disguised(large), "sibling": pruned(large, [0, 1, 3]), "other": llama(2, 3, 48)}
@@ -39,19 +39,19 @@ def documents() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def twin_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
-    """From `twin` to `large`: an exact linear map exists, and must be found."""
+    """From `twin` to `large`: an exact linear map exists and must be found."""
     return fit_with(folders["twin"], folders["large"], documents, precision="float32", data="noise", ridges=(1e-9,))
 
 
 @pytest.fixture(scope="session")
 def sibling_mapper(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
-    """From `sibling` to `large`: layers 0 and 1 are the same."""
+    """From `sibling` to `large`: layers 0 and 1 are equal."""
     return fit_with(folders["sibling"], folders["large"], documents, precision="float32", data="noise")
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises `KeyboardInterrupt`, though a job in the background ignores it; what was there comes back."""
-    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let SIGINT raise `KeyboardInterrupt`, which background jobs ignore; restore the handler afterwards."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, heard)
+    signal.signal(signal.SIGINT, handler)

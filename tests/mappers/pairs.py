@@ -1,4 +1,4 @@
-"""Pairs of tiny random models with a known relation, built on the spot."""
+"""Pairs of tiny random models with a known relation, built on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% en
 
 
 def llama(seed: int, num_layers: int, hidden: int = 32, **changes: Any) -> LlamaForCausalLM:
-    """A random model whose predictions depend on what it reads (the wide initialisation sees to that)."""
+    """Build a random model whose predictions depend on its input, thanks to a wide initialisation."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": VOCABULARY,
@@ -38,10 +38,10 @@ def llama(seed: int, num_layers: int, hidden: int = 32, **changes: Any) -> Llama
 
 
 def disguised(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
-    """The same function with other keys and values: a planted linear map between the two caches.
+    """Build the same function with other keys and values: a planted linear map between the two caches.
 
-    Values of every head are multiplied by a random matrix that the output projection undoes; keys by a factor for each
-    head, which commutes with RoPE and which the queries undo.
+    Values of every head are multiplied by a random matrix, undone by the output projection. Keys are multiplied by a
+    factor per head, which commutes with RoPE and is undone by the queries.
     """
     twin = LlamaForCausalLM(model.config).eval().requires_grad_(False)
     twin.load_state_dict(model.state_dict())
@@ -63,7 +63,7 @@ def disguised(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
 
 
 def pruned(model: LlamaForCausalLM, kept: list[int]) -> LlamaForCausalLM:
-    """A sibling with some of the layers only."""
+    """Build a sibling with some of the layers."""
     sibling = llama(99, len(kept))
     state = {n: t for n, t in model.state_dict().items() if ".layers." not in n}
     for index, layer in enumerate(kept):
@@ -79,7 +79,7 @@ def saved(model: LlamaForCausalLM, folder: Path, **options: Any) -> Path:
 
 
 def add_tokenizer(folder: Path, words: list[str] | None = None) -> None:
-    """A tokenizer that knows `words` (by default w0 ... w59 and the roles), with a chat template."""
+    """Save a tokenizer for `words` (default w0 ... w59 and the roles) with a chat template."""
     known = words or [*(f"w{i}" for i in range(VOCABULARY - 4)), "user", "assistant", "system"]
     vocabulary = {"[UNK]": 0, **{word: i for i, word in enumerate(known, start=1)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -89,7 +89,7 @@ def add_tokenizer(folder: Path, words: list[str] | None = None) -> None:
 
 
 def talks_file(path: Path, num_talks: int, num_words: int, seed: int = 0) -> Path:
-    """JSON lines of random conversations in the words of `add_tokenizer`."""
+    """Write JSON lines of random conversations in the words of `add_tokenizer`."""
     generator = torch.Generator().manual_seed(seed)
 
     def speech() -> str:
@@ -122,7 +122,7 @@ def random_documents(num_documents: int, num_tokens: int, seed: int = 0) -> list
 
 
 def random_cache(num_layers: int, num_tokens: int, start: int = 0, seed: int = 0) -> KVCache:
-    """A cache of noise in the shape of these models."""
+    """Return a random cache in the shape of these models."""
     generator = torch.Generator().manual_seed(seed)
 
     def states() -> tuple[torch.Tensor, ...]:

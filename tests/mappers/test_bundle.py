@@ -49,27 +49,27 @@ def evaluation(
 
 
 def rewrite(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the manifest and sign it again, as one who means it would."""
+    """Change the manifest and update its digest, as an attacker would."""
     manifest = json.loads((bundle / MANIFEST).read_text())
     change(manifest)
     manifest["digest"] = digest_of(manifest)
     (bundle / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_what_is_loaded_is_what_was_saved(bundle: Path, twin_mapper: Mapper) -> None:
+def test_a_loaded_bundle_equals_the_saved_one(bundle: Path, twin_mapper: Mapper) -> None:
     loaded, cache = load(bundle), random_cache(4, 20, start=7)
     assert loaded.bundle_id == twin_mapper.bundle_id
     assert largest_difference(loaded.map(cache), twin_mapper.map(cache)) == 0
     assert loaded.manifest.source.geometry == cache.geometry
 
 
-def test_a_bundle_is_two_files_and_no_pickle(bundle: Path) -> None:
+def test_a_bundle_is_two_files_without_pickle(bundle: Path) -> None:
     assert {path.name for path in bundle.iterdir()} == {MANIFEST, WEIGHTS}
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_a_corrupted_byte_is_noticed_wherever_it_is(bundle: Path, name: str) -> None:
+def test_any_corrupted_byte_is_detected(bundle: Path, name: str) -> None:
     intact = (bundle / name).read_bytes()
     for at in range(0, len(intact), max(1, len(intact) // 40)):
         broken = bytearray(intact)
@@ -82,14 +82,14 @@ def test_a_corrupted_byte_is_noticed_wherever_it_is(bundle: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_a_missing_file_is_told(bundle: Path, name: str) -> None:
+def test_a_missing_file_is_reported(bundle: Path, name: str) -> None:
     (bundle / name).unlink()
     with pytest.raises(BundleCorrupt, match="No such file"):
         load(bundle)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 2}'])
-def test_a_manifest_of_another_kind_is_refused(bundle: Path, text: str) -> None:
+def test_a_manifest_of_another_format_is_refused(bundle: Path, text: str) -> None:
     (bundle / MANIFEST).write_text(text)
     with pytest.raises(BundleCorrupt, match="is not JSON|format version"):
         load(bundle)
@@ -110,7 +110,9 @@ def test_a_manifest_of_another_kind_is_refused(bundle: Path, text: str) -> None:
         lambda m: m["target"]["config"]["rope_parameters"].update(rope_theta=500.0),
     ],
 )
-def test_a_signed_manifest_without_sense_is_refused(bundle: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_an_inconsistent_manifest_with_a_valid_digest_is_refused(
+    bundle: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     rewrite(bundle, change)
     with pytest.raises(BundleCorrupt):
         load(bundle)
@@ -123,14 +125,14 @@ def test_weights_of_another_shape_are_refused(twin_mapper: Mapper) -> None:
         Mapper(twin_mapper.manifest, weights)
 
 
-def test_signed_weights_of_another_kind_are_refused(bundle: Path) -> None:
+def test_malformed_weights_with_a_valid_digest_are_refused(bundle: Path) -> None:
     (bundle / WEIGHTS).write_bytes(b"no tensors")
     rewrite(bundle, lambda m: m.update(weights_sha256=hashlib.sha256(b"no tensors").hexdigest()))
     with pytest.raises(BundleCorrupt, match=r"weights\.safetensors"):
         load(bundle)
 
 
-def test_saving_replaces_a_bundle_and_nothing_else(bundle: Path, sibling_mapper: Mapper, tmp_path: Path) -> None:
+def test_saving_replaces_only_bundles(bundle: Path, sibling_mapper: Mapper, tmp_path: Path) -> None:
     save(sibling_mapper, bundle)
     assert load(bundle).manifest.copied_layers == (0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -154,7 +156,7 @@ def test_copied_layers_store_nothing(sibling_mapper: Mapper, tmp_path: Path) -> 
     assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"2", "3"}
 
 
-def test_an_evaluation_is_stored_and_keeps_the_id(bundle: Path) -> None:
+def test_storing_an_evaluation_keeps_the_id(bundle: Path) -> None:
     before = load(bundle).bundle_id
     update(bundle, evaluation=evaluation(), gate=QualityGate(max_ppl_ratio=3))
     after = load(bundle)
@@ -162,16 +164,16 @@ def test_an_evaluation_is_stored_and_keeps_the_id(bundle: Path) -> None:
     assert after.manifest.evaluation == evaluation() and after.manifest.gate == QualityGate(max_ppl_ratio=3)
 
 
-def test_a_report_stands_beside_the_evaluation_and_is_verified_with_it(bundle: Path) -> None:
+def test_a_report_is_stored_with_the_evaluation_and_verified(bundle: Path) -> None:
     before = json.loads((bundle / MANIFEST).read_text())
-    assert "report_sha256" not in before, "a bundle without a report is what it was before there were any"
+    assert "report_sha256" not in before, "a bundle without a report has the fields of older versions"
     update(bundle, evaluation=evaluation(), report="<html>ä</html>")
     assert verify(bundle).bundle_id == load_manifest(bundle).bundle_id
     assert (bundle / REPORT).read_text() == "<html>ä</html>"
     update(bundle, gate=QualityGate(max_ppl_ratio=3))
     verify(bundle)
     (bundle / REPORT).write_text("<html>a</html>")
-    load(bundle)  # what is served does not depend on it
+    load(bundle)  # mapping does not need the report
     with pytest.raises(BundleCorrupt, match=r"report\.html does not match its digest"):
         verify(bundle)
     (bundle / REPORT).unlink()
@@ -181,7 +183,7 @@ def test_a_report_stands_beside_the_evaluation_and_is_verified_with_it(bundle: P
     verify(bundle)
 
 
-def test_a_report_goes_with_its_evaluation(bundle: Path, tmp_path: Path) -> None:
+def test_a_new_evaluation_removes_the_old_report(bundle: Path, tmp_path: Path) -> None:
     update(bundle, evaluation=evaluation(), report="<html>")
     copied = save(load(bundle), tmp_path / "copy")
     assert copied.manifest.evaluation == evaluation() and verify(tmp_path / "copy").bundle_id == copied.bundle_id
@@ -190,18 +192,18 @@ def test_a_report_goes_with_its_evaluation(bundle: Path, tmp_path: Path) -> None
     assert verify(bundle).manifest.report_sha256 == ""
 
 
-def test_a_path_that_can_not_be_written_is_told(twin_mapper: Mapper) -> None:
+def test_an_unwritable_path_is_reported(twin_mapper: Mapper) -> None:
     with pytest.raises(MapperError, match="cannot write bundle /sys/bundle: "):
         save(twin_mapper, "/sys/bundle")
 
 
-def test_the_map_itself_can_not_be_updated(bundle: Path) -> None:
+def test_update_refuses_to_change_the_map(bundle: Path) -> None:
     with pytest.raises(MapperError, match="method would change the bundle's id"):
         update(bundle, method="identity")
     assert load_manifest(bundle).method == "ridge"
 
 
-def test_other_maps_have_other_ids(twin_mapper: Mapper, sibling_mapper: Mapper, tmp_path: Path) -> None:
+def test_different_maps_have_different_ids(twin_mapper: Mapper, sibling_mapper: Mapper, tmp_path: Path) -> None:
     changed = {name: tensor.clone() for name, tensor in twin_mapper.weights.items()}
     changed["layers.3.values.bias"][0] += 1
     mappers = (twin_mapper, sibling_mapper, seal(twin_mapper.manifest, changed))
@@ -210,7 +212,7 @@ def test_other_maps_have_other_ids(twin_mapper: Mapper, sibling_mapper: Mapper, 
     assert save(twin_mapper, tmp_path / "again").bundle_id in ids
 
 
-def test_only_the_models_it_was_fitted_for_are_accepted(twin_mapper: Mapper) -> None:
+def test_check_accepts_only_the_models_of_the_fit(twin_mapper: Mapper) -> None:
     source, target = twin_mapper.manifest.source.fingerprint, twin_mapper.manifest.target.fingerprint
     twin_mapper.check(source, target)
     with pytest.raises(FingerprintMismatch, match=f"source twin .{source[:12]}.*not for weights {target[:12]}"):
@@ -222,14 +224,14 @@ def test_only_the_models_it_was_fitted_for_are_accepted(twin_mapper: Mapper) -> 
 def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
     card = twin_mapper.manifest.target.model_copy(update={"tokenizer_digest": "ab" * 32})
     mapper = seal(twin_mapper.manifest.model_copy(update={"target": card}), dict(twin_mapper.weights))
-    mapper.check_tokenizers(source="cd" * 32, target="ab" * 32)  # nothing is known of the source's
+    mapper.check_tokenizers(source="cd" * 32, target="ab" * 32)  # the source's digest is unknown
     mapper.check_tokenizers(target=None)
     with pytest.raises(TokenizerMismatch, match="another tokenizer or chat template of target large .abababababab"):
         mapper.check_tokenizers(target="cd" * 32)
 
 
 @pytest.mark.parametrize(
-    ("judged", "gate", "asked", "refusal"),
+    ("evaluated", "gate", "bounds", "refusal"),
     [
         (None, None, {}, "has no evaluation"),
         (evaluation(arm="mapped"), None, {}, "has no evaluation"),
@@ -263,10 +265,14 @@ def test_another_tokenizer_or_template_is_refused(twin_mapper: Mapper) -> None:
         (evaluation(tail=8, head=0), None, {}, None),
     ],
 )
-def test_the_gate(
-    twin_mapper: Mapper, judged: Evaluation | None, gate: QualityGate | None, asked: dict[str, Any], refusal: str | None
+def test_the_gate_checks_scores_and_protocol(
+    twin_mapper: Mapper,
+    evaluated: Evaluation | None,
+    gate: QualityGate | None,
+    bounds: dict[str, Any],
+    refusal: str | None,
 ) -> None:
-    manifest = twin_mapper.manifest.model_copy(update={"evaluation": judged, "gate": gate})
+    manifest = twin_mapper.manifest.model_copy(update={"evaluation": evaluated, "gate": gate})
     mapper = Mapper(manifest, twin_mapper.weights)
-    found = mapper.refusal(**asked)
+    found = mapper.refusal(**bounds)
     assert found is None if refusal is None else refusal in (found or "")

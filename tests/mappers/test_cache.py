@@ -14,7 +14,7 @@ def test_a_cache_knows_its_shape_and_positions() -> None:
     assert cache.positions.tolist() == [10, 11, 12, 13, 14]
 
 
-def test_slices_joined_again_are_the_cache() -> None:
+def test_concatenated_slices_equal_the_cache() -> None:
     cache = random_cache(2, 9, start=3)
     joined = KVCache.concatenate([cache.slice(0, 4), cache.slice(4, 5), cache.slice(5, 9)])
     assert joined.start == 3 and largest_difference(joined, cache) == 0

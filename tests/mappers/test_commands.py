@@ -39,15 +39,17 @@ def pair(root: Path) -> list[str]:
     return ["--source", str(root / "small"), "--target", str(root / "large"), "--data", str(root / "talks.jsonl")]
 
 
-def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_reports_its_plan_and_writes_a_bundle(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
     gate = ["--max-ppl-ratio", "3", "--gate-lengths", "40,60", "--gate-documents", "3"]
     assert fit.main([*arguments, "--precision", "float32", *gate]) == 0
     out, err = capsys.readouterr()
     assert "3 layers of 2 x 8 to 3 of 2 x 8; statistics take up to 0.0 GB" in err
     assert "902 tokens in 11 documents\n" in err and "902 of 902 tokens" in err and "6 of 6 outputs" in err
-    judging = ["kvrelay", "eval", str(tmp_path / "b"), *pair(workplace), "--lengths", "40,60", "--documents", "3"]
-    assert err.endswith(f"{shlex.join([*judging, '--write'])}\n")
+    command = ["kvrelay", "eval", str(tmp_path / "b"), *pair(workplace), "--lengths", "40,60", "--documents", "3"]
+    assert err.endswith(f"{shlex.join([*command, '--write'])}\n")
     assert re.search(r"prefill took \d+\.\d s; everything else took \d+\.\d s", err)
     assert "layer   2   keys identity of" in out and f"written to {tmp_path / 'b'}" in out
     manifest = load_manifest(tmp_path / "b")
@@ -56,14 +58,14 @@ def test_fit_plans_tells_and_writes(workplace: Path, tmp_path: Path, capsys: pyt
     assert manifest.precision == "float32" and manifest.target.tokenizer_digest is not None
 
 
-def test_a_fit_goes_on_from_what_stands_beside_its_bundle(
+def test_a_fit_resumes_from_the_checkpoint_beside_its_bundle(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".b.partial").write_bytes(b"not a checkpoint")
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "900", "--method", "identity"]
     assert fit.main(arguments) == 1
-    told = capsys.readouterr().err
-    assert "resuming from" in told and ".b.partial is not a checkpoint of a fit; remove it" in told
+    output = capsys.readouterr().err
+    assert "resuming from" in output and ".b.partial is not a checkpoint of a fit; remove it" in output
     assert fit.main([*arguments, "--no-checkpoint"]) == 0
     (tmp_path / ".b.partial").unlink()
     assert fit.main([*arguments, "--checkpoint-minutes", "0"]) == 0
@@ -78,14 +80,14 @@ def test_a_fit_goes_on_from_what_stands_beside_its_bundle(
         ["--method", "hidden", "--choose", "forward", "--layers", "1", "--dtype", "auto"],
     ],
 )
-def test_what_fit_is_asked_for_stands_in_the_bundle(workplace: Path, tmp_path: Path, options: list[str]) -> None:
+def test_the_bundle_records_the_options_of_fit(workplace: Path, tmp_path: Path, options: list[str]) -> None:
     assert fit.main([*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "1000", *options]) == 0
     manifest = load_manifest(tmp_path / "b")
     assert manifest.method == options[1]
-    said = {name.replace("_", "-"): str(value) for name, value in manifest.options.items()}
+    recorded = {name.replace("_", "-"): str(value) for name, value in manifest.options.items()}
     for name, value in zip(options, options[1:], strict=False):
         if name.startswith("--") and not value.startswith("--") and name != "--method":
-            assert said[name.removeprefix("--")] == value
+            assert recorded[name.removeprefix("--")] == value
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
     evaluation = load_manifest(tmp_path / "b").evaluation
     assert evaluation is not None and [score.arm for score in evaluation.arms] == ["hybrid"]
@@ -106,20 +108,22 @@ def test_eval_prints_a_table_and_writes_json(
     assert load_manifest(workplace / "bundle").evaluation is None
 
 
-def test_eval_stores_what_the_gate_reads(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_stores_the_evaluation_that_the_gate_checks(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "b"), "--tokens", "2000"]
     assert fit.main([*arguments, "--max-ppl-ratio", "50", "--min-top1", "0"]) == 0
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "has no evaluation" in capsys.readouterr().out
     assert eval.main([str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write"]) == 0
-    told = capsys.readouterr().err
-    assert "evaluated on 0 documents at prefix length 384; the gate requires" in told  # a shortened protocol
+    output = capsys.readouterr().err
+    assert "evaluated on 0 documents at prefix length 384; the gate requires" in output  # the protocol was shortened
     own = QualityGate(max_ppl_ratio=50, min_top1=0, lengths=(40, 60), min_documents=3, min_scored=8)
     update(tmp_path / "b", gate=own)
     assert bundle.main(["verify", str(tmp_path / "b")]) == 0
     assert "is intact; it passes its gate" in capsys.readouterr().out
     page = (tmp_path / "b" / REPORT).read_text()
-    assert "b: ridge" in page and str(tmp_path) not in page, "where it was judged is nobody's business"
+    assert "b: ridge" in page and str(tmp_path) not in page, "the report must not reveal the path"
     (tmp_path / "b" / REPORT).write_text(page + " ")
     assert bundle.main(["verify", str(tmp_path / "b")]) == 1
     assert "report.html does not match its digest" in capsys.readouterr().err
@@ -133,7 +137,7 @@ def test_bundle_show_is_json_without_the_configs(workplace: Path, capsys: pytest
     assert shown["source"]["name"] == "small" and "config" not in shown["source"]
 
 
-def test_bundle_speed_tells_times_and_the_share_of_the_peak(
+def test_bundle_speed_reports_times_and_the_share_of_the_peak(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, folder = tmp_path / "speed.json", str(workplace / "bundle")
@@ -141,12 +145,12 @@ def test_bundle_speed_tells_times_and_the_share_of_the_peak(
     speed = json.loads(report.read_text())
     assert [row["tokens"] for row in speed["map"]] == [512, 1024, 2048, 4096]
     assert speed["peak_gflops"] > 0 and speed["share_of_peak"] > 0
-    told = re.search(r"product reaches (\d+) GFLOPS", capsys.readouterr().out)
-    assert told is not None and int(told[1]) == pytest.approx(speed["peak_gflops"], abs=0.6), "rounded twice"
+    output = re.search(r"product reaches (\d+) GFLOPS", capsys.readouterr().out)
+    assert output is not None and int(output[1]) == pytest.approx(speed["peak_gflops"], abs=0.6), "rounded twice"
     shutil.copytree(folder, tmp_path / "other")
     assert bundle.main(["speed", folder, str(tmp_path / "other"), "--json", str(report)]) == 0
-    told = json.loads(report.read_text())["bundles"]
-    assert [(each["method"], each["bundle"]) for each in told] == [("ridge", load(folder).bundle_id)] * 2
+    output = json.loads(report.read_text())["bundles"]
+    assert [(each["method"], each["bundle"]) for each in output] == [("ridge", load(folder).bundle_id)] * 2
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [[folder, "ridge"], [str(tmp_path / "other"), "ridge"]]
 
@@ -182,7 +186,7 @@ class Pair:
 
 @pytest.fixture
 def toys(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A family registered as an installed package would."""
+    """Register a family as an installed package would."""
     info = tmp_path / "toys-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
@@ -192,7 +196,7 @@ def toys(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     return "toys"
 
 
-def test_a_family_is_fitted_judged_and_shown_by_its_name(
+def test_a_family_is_fitted_evaluated_and_shown_by_name(
     toys: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert find_family(toys).corpus == "toy talk"
@@ -205,13 +209,15 @@ def test_a_family_is_fitted_judged_and_shown_by_its_name(
     assert stored.evaluation is not None and stored.evaluation.data == "toy talk, split test"
 
 
-def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_family_is_reported_with_the_known_ones(toys: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (eval.main, fit.main):
         assert command(["smoll"]) == 1
     assert bundle.main(["verify", "smoll"]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3
-    assert all("'smoll' is neither a bundle nor a family; known families:" in line and "toys" in line for line in told)
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == 3
+    assert all(
+        "'smoll' is neither a bundle nor a family; known families:" in line and "toys" in line for line in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ def test_an_unknown_name_is_told_with_those_known(toys: str, capsys: pytest.Capt
         (["PAIR", "--out", "x", "--source", "/nonesuch"], "no model at '/nonesuch'"),
     ],
 )
-def test_fit_says_what_it_lacks(
+def test_fit_reports_what_is_missing(
     workplace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     given = [*pair(workplace), *arguments[1:]] if "PAIR" in arguments else arguments
@@ -262,8 +268,8 @@ def test_fit_checks_its_arguments_before_it_prepares_anything(
     toys: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert fit.main([toys, *arguments]) == 1
-    told = capsys.readouterr().err
-    assert message in told and "preparing toys" not in told
+    output = capsys.readouterr().err
+    assert message in output and "preparing toys" not in output
 
 
 @pytest.mark.parametrize(
@@ -273,7 +279,7 @@ def test_fit_checks_its_arguments_before_it_prepares_anything(
         (eval, ["smol", "--lengths", "384,x"], "'384,x'; allowed: token counts such as 384,1024"),
     ],
 )
-def test_what_is_no_number_is_told_with_what_is_allowed(
+def test_malformed_numbers_are_reported_with_what_is_allowed(
     command: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -284,19 +290,21 @@ def test_what_is_no_number_is_told_with_what_is_allowed(
 def test_eval_diagnoses_on_the_tune_split_only(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The figures are those of the tune documents; the bundle's evaluation stays as it was."""
+    """The figures are of the tune documents; the bundle's evaluation does not change."""
     file, folder = tmp_path / "rows.json", workplace / "bundle"
     assert eval.main([str(folder), *pair(workplace), *SHORT, "--diagnose", "--json", str(file)]) == 0
-    told = json.loads(file.read_text())
+    output = json.loads(file.read_text())
     talks = read_conversations(workplace / "talks.jsonl")
     tune = documents(talks, "tune", load_tokenizer(workplace / "large"))
     models = load_model(workplace / "small"), load_model(workplace / "large")
     rows = diagnose(load(folder), *models, tune, QualityProtocol((40, 60), 3, tail=8, scored=8))
-    assert told["data"] == "talks.jsonl, split tune" and told["rows"] == diagnosis_json(rows)
+    assert output["data"] == "talks.jsonl, split tune" and output["rows"] == diagnosis_json(rows)
     assert "layers    2-2" in capsys.readouterr().out and load_manifest(folder).evaluation is None
 
 
-def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_compares_bundles_and_writes_html(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [*pair(workplace), "--out", str(tmp_path / "plain"), "--tokens", "900", "--method", "identity"]
     assert fit.main(arguments) == 0
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
@@ -304,27 +312,27 @@ def test_eval_compares_bundles_and_draws(workplace: Path, tmp_path: Path, capsys
     assert eval.main([*bundles, *pair(workplace), *SHORT, *files]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
     assert [row[:2] for row in rows] == [[bundles[0], "ridge"], [bundles[1], "identity"]]
-    told = json.loads((tmp_path / "a.json").read_text())["bundles"]
-    assert [each["bundle"] for each in told] == [load(path).bundle_id for path in bundles]
-    for each, path in zip(told, bundles, strict=True):
+    output = json.loads((tmp_path / "a.json").read_text())["bundles"]
+    assert [each["bundle"] for each in output] == [load(path).bundle_id for path in bundles]
+    for each, path in zip(output, bundles, strict=True):
         assert each["weight_bytes"] <= (Path(path) / "weights.safetensors").stat().st_size
         assert [row["tokens"] for row in each["speed"]["map"]] == [512, 1024, 2048, 4096]
     assert "Side by side" in (tmp_path / "a.html").read_text()
 
 
-def test_eval_tells_figures_and_diagnosis_in_one_file(workplace: Path, tmp_path: Path) -> None:
+def test_eval_writes_figures_and_diagnosis_to_one_file(workplace: Path, tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
-    asked = ["--lengths", "77", "--documents", "1", "--tail", "8", "--scored", "4", "--diagnose"]
-    assert eval.main([str(workplace / "bundle"), *pair(workplace), *asked, *files]) == 0
-    told, page = json.loads((tmp_path / "a.json").read_text()), (tmp_path / "a.html").read_text()
-    assert told["data"] == "talks.jsonl, split test" and told["diagnosis"]["data"] == "talks.jsonl, split tune"
-    assert {row["by"] for row in told["diagnosis"]["rows"]} == {"all", "what", "layers", "distance", "head"}
-    assert [row["distance"] for row in told["by_distance"]] == ["0-64", "64-256"]
+    arguments = ["--lengths", "77", "--documents", "1", "--tail", "8", "--scored", "4", "--diagnose"]
+    assert eval.main([str(workplace / "bundle"), *pair(workplace), *arguments, *files]) == 0
+    output, page = json.loads((tmp_path / "a.json").read_text()), (tmp_path / "a.html").read_text()
+    assert output["data"] == "talks.jsonl, split test" and output["diagnosis"]["data"] == "talks.jsonl, split tune"
+    assert {row["by"] for row in output["diagnosis"]["rows"]} == {"all", "what", "layers", "distance", "head"}
+    assert [row["distance"] for row in output["by_distance"]] == ["0-64", "64-256"]
     assert "Where the error lies" in page and "Attention by distance" in page
 
 
 class InterruptedAtTheEnd(io.StringIO):
-    """Stands for a user who presses Ctrl-C when the last document has been judged."""
+    """A user who presses Ctrl-C after the last document."""
 
     def write(self, text: str) -> int:
         if re.search(r"(\d+) of \1 tokens", text):
@@ -332,31 +340,31 @@ class InterruptedAtTheEnd(io.StringIO):
         return super().write(text)
 
 
-def test_an_evaluation_goes_on_until_all_is_written(
+def test_an_evaluation_resumes_until_everything_is_written(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, figures = tmp_path / "home", tmp_path / "a.json"
     monkeypatch.setenv("KVRELAY_HOME", str(home))
     shutil.copytree(workplace / "bundle", tmp_path / "b")
-    asked = [str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write", "--json", str(figures)]
-    # 1. Broken off: nothing is written but what has been judged.
+    arguments = [str(tmp_path / "b"), *pair(workplace), *SHORT, "--arms", "hybrid", "--write", "--json", str(figures)]
+    # 1. Interrupted: only the scores are saved.
     with monkeypatch.context() as patch:
         patch.setattr("sys.stderr", stderr := InterruptedAtTheEnd())
-        assert eval.main(asked) == 130
-    (kept,) = (home / "evaluations").iterdir()
-    assert f"interrupted; the same command resumes from {kept}" in stderr.getvalue() and not figures.exists()
-    # 2. A file that takes nothing: the figures that come before are there, and no verdict is lost.
-    assert eval.main([*asked, "--html", "/dev/full"]) == 1
-    told = capsys.readouterr().err
-    assert f"resuming from {kept}" in told and "cannot write /dev/full" in told and "tokens" not in told
-    assert figures.exists() and kept.exists() and load_manifest(tmp_path / "b").evaluation is None
+        assert eval.main(arguments) == 130
+    (saved,) = (home / "evaluations").iterdir()
+    assert f"interrupted; the same command resumes from {saved}" in stderr.getvalue() and not figures.exists()
+    # 2. A file cannot be written: the figures before it are written, and no score is lost.
+    assert eval.main([*arguments, "--html", "/dev/full"]) == 1
+    output = capsys.readouterr().err
+    assert f"resuming from {saved}" in output and "cannot write /dev/full" in output and "tokens" not in output
+    assert figures.exists() and saved.exists() and load_manifest(tmp_path / "b").evaluation is None
     # 3. Done.
-    assert eval.main(asked) == 0
-    assert load_manifest(tmp_path / "b").evaluation is not None and not kept.exists()
-    assert "tokens" not in capsys.readouterr().err, "everything was judged before"
+    assert eval.main(arguments) == 0
+    assert load_manifest(tmp_path / "b").evaluation is not None and not saved.exists()
+    assert "tokens" not in capsys.readouterr().err, "everything was scored before"
 
 
-def test_a_home_that_can_not_be_written_only_costs_going_on(
+def test_an_unwritable_home_only_prevents_resuming(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVRELAY_HOME", "/sys/kvrelay")
@@ -384,7 +392,7 @@ def test_a_home_that_can_not_be_written_only_costs_going_on(
         (["one", "--html", "/sys/report.html"], "cannot write to /sys: "),
     ],
 )
-def test_eval_refuses_what_makes_no_sense(
+def test_eval_refuses_inconsistent_options(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert eval.main(arguments) == 1

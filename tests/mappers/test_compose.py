@@ -1,4 +1,4 @@
-"""Two bundles as one, and what differs between two."""
+"""Composition of two bundles, and differences between two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVEN: dict[str, Any] = {"precision": "float32", "data": "noise", "layers": 2}
 
 @pytest.fixture(scope="module")
 def to_sibling(folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
-    """From `other`, of two source layers a layer, keys and values together."""
+    """From `other`, with two source layers per layer, keys and values jointly."""
     return fit_with(folders["other"], folders["sibling"], documents, joint=True, **GIVEN)
 
 
@@ -32,12 +32,12 @@ SECOND: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=sorted(SECOND))
 def to_large(request: pytest.FixtureRequest, folders: dict[str, Path], documents: list[list[int]]) -> Mapper:
-    """From `sibling`, layers 0 and 1 of which are copied unless it is asked otherwise."""
+    """From `sibling`, layers 0 and 1 of which are copied unless disabled."""
     return fit_with(folders["sibling"], folders["large"], documents, **GIVEN, **SECOND[request.param])
 
 
 @pytest.mark.parametrize("start", [0, 37])
-def test_a_composed_map_is_one_after_the_other(to_sibling: Mapper, to_large: Mapper, start: int) -> None:
+def test_a_composed_map_equals_applying_both(to_sibling: Mapper, to_large: Mapper, start: int) -> None:
     composed, cache = compose(to_sibling, to_large), random_cache(3, 20, start)
     expected = to_large.map(to_sibling.map(cache))
     scale = max(float(states.abs().max()) for states in expected.keys + expected.values)
@@ -51,7 +51,7 @@ def test_a_composed_map_is_one_after_the_other(to_sibling: Mapper, to_large: Map
 
 
 def test_copies_pass_through(folders: dict[str, Path], documents: list[list[int]], sibling_mapper: Mapper) -> None:
-    """A copy of a copy stays one; a copy of a fitted output has its form."""
+    """A copy of a copy is a copy; a copy of a fitted output keeps its form."""
     lowrank = fit_with(folders["twin"], folders["sibling"], documents, method="lowrank", rank=3, **GIVEN)
     composed = compose(lowrank, sibling_mapper)
     assert [spec.keys.method for spec in composed.manifest.layers] == ["lowrank", "lowrank", "composed", "composed"]
@@ -62,17 +62,17 @@ def test_copies_pass_through(folders: dict[str, Path], documents: list[list[int]
     assert largest_difference(unchanged.map(cache), sibling_mapper.map(cache)) < 1e-5
 
 
-def test_maps_that_do_not_meet_are_refused(to_sibling: Mapper, sibling_mapper: Mapper) -> None:
+def test_maps_without_a_common_model_are_refused(to_sibling: Mapper, sibling_mapper: Mapper) -> None:
     with pytest.raises(FingerprintMismatch, match="maps to large .* maps from other .*allowed: A to B, then B to C"):
         compose(sibling_mapper, to_sibling)
 
 
-def test_keys_passed_through_between_different_ropes_are_refused(
+def test_keys_copied_between_different_ropes_are_refused(
     folders: dict[str, Path], documents: list[list[int]], sibling_mapper: Mapper, tmp_path: Path
 ) -> None:
-    """Made up by hand: a fit finds no such copies."""
-    turned = llama(1, 3, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
-    first = fit_with(saved(turned, tmp_path / "turned"), folders["sibling"], documents, **GIVEN)
+    """Constructed by hand: a fit never copies such keys."""
+    other_rope = llama(1, 3, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
+    first = fit_with(saved(other_rope, tmp_path / "other_rope"), folders["sibling"], documents, **GIVEN)
     layers = tuple(
         spec.model_copy(update={"keys": spec.keys.model_copy(update={"method": "copy", "key_layers": (i,)})})
         for i, spec in enumerate(first.manifest.layers)
@@ -82,7 +82,7 @@ def test_keys_passed_through_between_different_ropes_are_refused(
         compose(copying, sibling_mapper)
 
 
-def test_the_commands(
+def test_compose_and_diff_commands(
     to_sibling: Mapper, sibling_mapper: Mapper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [str(tmp_path / name) for name in ("first", "second", "both")]
@@ -95,14 +95,14 @@ def test_the_commands(
     assert bundle.main(["diff", names[2], names[2]]) == 0
     assert capsys.readouterr().out == "no difference\n"
     assert bundle.main(["diff", names[2], names[1]]) == 0
-    told = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "composed" in told["method"] and "ridge" in told["method"] and "other" in told["source"]
-    assert "target" not in told
+    output = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "composed" in output["method"] and "ridge" in output["method"] and "other" in output["source"]
+    assert "target" not in output
     assert bundle.main(["compose", names[1], names[0], "--out", names[2]]) == 1
     assert "kvrelay bundle: bundle" in capsys.readouterr().err
 
 
-def test_a_difference_names_the_outputs_and_how_far_they_are_apart(twin_mapper: Mapper) -> None:
+def test_differences_name_outputs_and_their_relative_distance(twin_mapper: Mapper) -> None:
     weights = {name: tensor.clone() for name, tensor in twin_mapper.weights.items()}
     weights["layers.2.values.weight"] *= 1.1
     rows = differences(Mapper(twin_mapper.manifest, weights), twin_mapper)

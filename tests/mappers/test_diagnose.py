@@ -30,7 +30,7 @@ def loss(rows: dict[tuple[str, str], PartScore], by: str, part: str) -> float:
     return rows[by, part].score.kl_mean
 
 
-def test_all_parts_together_are_what_is_served(
+def test_all_parts_together_equal_the_served_cache(
     rows: dict[tuple[str, str], PartScore], sibling_mapper: Mapper, models: tuple[Any, Any]
 ) -> None:
     served = evaluate_one(sibling_mapper, *models, DOCUMENTS, PROTOCOL, arms=["hybrid"]).arm("hybrid")
@@ -39,15 +39,15 @@ def test_all_parts_together_are_what_is_served(
     assert rows["all", "all"].score.ppl_ratio == pytest.approx(served.ppl_ratio, rel=1e-3)
 
 
-def test_what_is_exact_costs_nothing_and_what_is_mapped_does(rows: dict[tuple[str, str], PartScore]) -> None:
-    """Layers 0 and 1 are copies; 2 and 3 are what a wrong source layer and a fit make of them."""
+def test_copied_layers_lose_nothing_and_mapped_ones_do(rows: dict[tuple[str, str], PartScore]) -> None:
+    """Layers 0 and 1 are copies; 2 and 3 are fitted from other source layers."""
     assert max(loss(rows, "layers", layer) for layer in ("0-0", "1-1")) < 1e-5
     assert min(loss(rows, "layers", layer) for layer in ("2-2", "3-3")) > 1e-3
     for by, part in (("what", "keys"), ("what", "values"), ("head", "0"), ("head", "1"), ("distance", "0-64")):
         assert 1e-4 < loss(rows, by, part) < 2 * loss(rows, "all", "all")
 
 
-def test_a_part_replaces_itself_and_nothing_else(sibling_mapper: Mapper) -> None:
+def test_a_part_replaces_only_itself(sibling_mapper: Mapper) -> None:
     native, mapped = random_cache(4, 82), random_cache(4, 82, seed=1)
     covered = torch.zeros(2, 4, 2, 82)
     for part in parts(sibling_mapper, 4, 82):
@@ -85,15 +85,15 @@ def test_layers_are_grouped_evenly(num_layers: int, groups: list[str]) -> None:
         (1980, {"1024+": (1024, 1980)}),
     ],
 )
-def test_distances_divide_what_is_mapped(num_tokens: int, expected: dict[str, tuple[int, int]]) -> None:
+def test_distances_divide_the_mapped_tokens(num_tokens: int, expected: dict[str, tuple[int, int]]) -> None:
     found = spans(num_tokens)
     assert expected.items() <= found.items() and max(far for _, far in found.values()) == num_tokens
 
 
-def test_rows_are_named_alike_at_all_lengths_and_stand_by_division(
+def test_rows_have_the_same_names_at_all_lengths_and_are_ordered_by_division(
     rows: dict[tuple[str, str], PartScore],
 ) -> None:
-    """28 mapped tokens at one length, 78 at the other: their farthest spans are cut at other places."""
+    """28 mapped tokens at one length, 78 at the other: their farthest spans are clipped differently."""
     whole = [("all", "all"), ("what", "keys"), ("what", "values")]
     layers = [("layers", f"{i}-{i}") for i in range(4)]
     assert list(rows) == [*whole, *layers, ("distance", "0-64"), ("distance", "64-256"), ("head", "0"), ("head", "1")]

@@ -1,4 +1,4 @@
-"""Models are loaded in the precision that is asked for; sums over their caches are float32 and float64 all the same."""
+"""Models are loaded in the requested precision; statistics of their caches are float32 and float64 in any case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROTOCOL = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, score
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_map_fitted_and_judged_in_half_precision_is_that_of_float32(
+def test_a_map_fitted_and_evaluated_in_half_precision_is_close_to_float32(
     folders: dict[str, Path], documents: list[list[int]], dtype: str
 ) -> None:
     twin, large = folders["twin"], folders["large"]
@@ -24,18 +24,18 @@ def test_a_map_fitted_and_judged_in_half_precision_is_that_of_float32(
     assert mapper.manifest.options["dtype"] == dtype
     (ids,) = random_documents(1, 80, seed=3)
     exact, mapped = prefill(load_model(folders["large"]), ids), mapper.map(prefill(load_model(folders["twin"]), ids))
-    for ours, theirs in zip(mapped.values, exact.values, strict=True):
-        assert 1e-5 < float((ours - theirs).norm() / theirs.norm()) < 0.02
+    for found, expected in zip(mapped.values, exact.values, strict=True):
+        assert 1e-5 < float((found - expected).norm() / expected.norm()) < 0.02
     models = load_model(folders["twin"], dtype=dtype), load_model(folders["large"], dtype=dtype)
     assert {str(model.dtype) for model in models} == {f"torch.{dtype}"}
-    found = evaluate_one(mapper, *models, random_documents(2, 90, seed=4), PROTOCOL)
+    evaluation = evaluate_one(mapper, *models, random_documents(2, 90, seed=4), PROTOCOL)
     for arm in ("native", "hybrid"):
-        score = found.arm(arm)
+        score = evaluation.arm(arm)
         assert score is not None and score.kl_mean < 0.02
-    assert min(row.mean for row in found.attention) > 0.995
+    assert min(row.mean for row in evaluation.attention) > 0.995
 
 
-def test_auto_is_what_the_weights_are_stored_in(tmp_path: Path) -> None:
+def test_dtype_auto_is_that_of_the_stored_weights(tmp_path: Path) -> None:
     saved(llama(1, 1).bfloat16(), tmp_path / "half")
     assert load_model(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
     assert load_model(tmp_path / "half").dtype == torch.float32
@@ -43,7 +43,7 @@ def test_auto_is_what_the_weights_are_stored_in(tmp_path: Path) -> None:
         load_model(tmp_path / "half", dtype="int8")
 
 
-def test_what_was_read_in_another_precision_is_not_gone_on_with(
+def test_statistics_of_another_dtype_are_not_resumed(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {

@@ -19,8 +19,8 @@ TEST_DOCUMENTS = random_documents(6, 120, seed=42)
 
 
 @pytest.fixture(scope="module")
-def judged(twin_mapper: Mapper, folders: dict[str, Path]) -> Evaluation:
-    """An exact map, judged."""
+def exact(twin_mapper: Mapper, folders: dict[str, Path]) -> Evaluation:
+    """Evaluation of an exact map."""
     models = load_model(folders["twin"]), load_model(folders["large"])
     return evaluate_one(twin_mapper, *models, TEST_DOCUMENTS, PROTOCOL, data="noise")
 
@@ -31,34 +31,34 @@ def row(evaluation: Evaluation, arm: str) -> Any:
     return found
 
 
-def test_all_arms_are_reported_in_order(judged: Evaluation) -> None:
-    assert tuple(score.arm for score in judged.arms) == ARMS
-    assert [(at.length, at.num_documents) for at in judged.lengths] == [(40, 4), (80, 4)]
-    assert all(tuple(score.arm for score in at.arms) == ARMS for at in judged.lengths)
-    assert judged.tokens == 2 * 4 * 16
+def test_all_arms_are_reported_in_order(exact: Evaluation) -> None:
+    assert tuple(score.arm for score in exact.arms) == ARMS
+    assert [(at.length, at.num_documents) for at in exact.lengths] == [(40, 4), (80, 4)]
+    assert all(tuple(score.arm for score in at.arms) == ARMS for at in exact.lengths)
+    assert exact.tokens == 2 * 4 * 16
 
 
 @pytest.mark.parametrize(("arm", "tolerance"), [("native", 1e-4), ("mapped", 0.02), ("hybrid", 0.02)])
-def test_an_exact_map_loses_nothing(judged: Evaluation, arm: str, tolerance: float) -> None:
-    score = row(judged, arm)
+def test_an_exact_map_loses_nothing(exact: Evaluation, arm: str, tolerance: float) -> None:
+    score = row(exact, arm)
     assert score.ppl_ratio == pytest.approx(1, abs=tolerance)
     assert score.kl_mean < tolerance and score.top1 > 0.97
 
 
-def test_the_twin_itself_predicts_as_the_large_one(judged: Evaluation) -> None:
-    assert row(judged, "source_alone").kl_mean < 1e-3
+def test_the_twin_predicts_like_the_large_model(exact: Evaluation) -> None:
+    assert row(exact, "source_alone").kl_mean < 1e-3
 
 
 @pytest.mark.parametrize("control", ["wrong_document", "random_mapper", "raw_source", "no_cache"])
-def test_every_control_is_worse_than_the_map(judged: Evaluation, control: str) -> None:
-    for rows in (judged.arms, *(at.arms for at in judged.lengths)):
+def test_every_control_is_worse_than_the_map(exact: Evaluation, control: str) -> None:
+    for rows in (exact.arms, *(at.arms for at in exact.lengths)):
         scores = {score.arm: score for score in rows}
         assert scores[control].kl_mean > 20 * scores["hybrid"].kl_mean
         assert scores[control].top1 < scores["hybrid"].top1
 
 
 def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
-    """Recomputed from the pieces for one document; the wrong document is the other one."""
+    """Recompute the arms from their definitions for one document; the wrong document is the other one."""
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     protocol = QualityProtocol(lengths=(60,), num_documents=2, head=4, tail=8, scored=16)
     documents = random_documents(2, 100, seed=9)
@@ -92,14 +92,14 @@ def test_each_arm_is_what_its_name_says(sibling_mapper: Mapper, folders: dict[st
             assert row(alone, arm).ppl_ratio == pytest.approx(math.exp(score.log_ratio), rel=1e-3)
 
 
-def test_the_tail_read_natively_helps(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
+def test_a_native_tail_helps(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
     models = load_model(folders["sibling"]), load_model(folders["large"])
     found = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, arms=("mapped", "hybrid"))
     assert [score.arm for score in found.arms] == ["mapped", "hybrid"]
     assert row(found, "hybrid").kl_mean < row(found, "mapped").kl_mean
 
 
-def test_raw_keys_are_left_out_where_heads_differ_in_size(documents: list[list[int]], tmp_path: Path) -> None:
+def test_raw_source_is_skipped_if_heads_differ_in_size(documents: list[list[int]], tmp_path: Path) -> None:
     from tests.mappers.pairs import llama, saved
 
     source, target = llama(5, 2, head_dim=4), llama(6, 3)
@@ -122,7 +122,7 @@ def test_ratios_are_paired_by_document_and_averaged_over_lengths() -> None:
     assert overall.ppl_low <= overall.ppl_ratio <= overall.ppl_high
 
 
-def test_the_interval_covers_what_documents_vary_by() -> None:
+def test_the_interval_covers_the_variation_of_documents() -> None:
     native = torch.zeros(4, 3).log_softmax(-1)
     truth = torch.zeros(4, dtype=torch.long)
     scores = []
@@ -131,12 +131,12 @@ def test_the_interval_covers_what_documents_vary_by() -> None:
         worse[:, 0] -= 0.1 if document % 2 else 0.3
         scores.append(compare("hybrid", document, 10, native, worse, truth))
     (score,) = summarise(scores, ["hybrid"])
-    # 40 draws of standard deviation 0.1: +- 1.96 * 0.1 / sqrt(40) = 0.031
+    # 40 draws with standard deviation 0.1: +- 1.96 * 0.1 / sqrt(40) = 0.031
     assert math.log(score.ppl_high) - 0.2 == pytest.approx(0.031, abs=0.006)
     assert 0.2 - math.log(score.ppl_low) == pytest.approx(0.031, abs=0.006)
 
 
-def test_equal_predictions_score_perfectly_and_moved_ones_do_not() -> None:
+def test_equal_predictions_score_perfectly_and_shifted_ones_do_not() -> None:
     torch.manual_seed(0)
     native, truth = torch.randn(6, 9).log_softmax(-1), torch.randint(9, (6,))
     same, moved = compare("a", 0, 1, native, native, truth), compare("a", 0, 1, native, native.roll(1, -1), truth)
@@ -144,7 +144,7 @@ def test_equal_predictions_score_perfectly_and_moved_ones_do_not() -> None:
     assert moved.top1 == 0 and float(moved.kl.min()) > 0
 
 
-def test_zeroing_the_cache_moves_the_predictions(folders: dict[str, Path]) -> None:
+def test_zeroing_the_cache_changes_the_predictions(folders: dict[str, Path]) -> None:
     model, ids = load_model(folders["large"]), TEST_DOCUMENTS[0]
     past = prefill(model, ids[:60])
     zero = type(past)(tuple(k * 0 for k in past.keys), tuple(v * 0 for v in past.values))
@@ -152,7 +152,7 @@ def test_zeroing_the_cache_moves_the_predictions(folders: dict[str, Path]) -> No
     assert (native - moved).abs().max() > 0.1
 
 
-def test_random_weights_are_of_the_same_size_and_seeded(sibling_mapper: Mapper) -> None:
+def test_random_weights_have_the_same_magnitude_and_are_seeded(sibling_mapper: Mapper) -> None:
     cache = random_cache(3, 60)
     one, two = randomise(sibling_mapper), randomise(sibling_mapper)
     assert one.manifest.copied_layers == () and largest_difference(one.map(cache), two.map(cache)) == 0
@@ -162,7 +162,7 @@ def test_random_weights_are_of_the_same_size_and_seeded(sibling_mapper: Mapper) 
     assert largest_difference(fitted, drawn) > 1
 
 
-def test_documents_are_read_no_further_than_needed() -> None:
+def test_no_more_documents_are_read_than_needed() -> None:
     read_so_far: list[int] = []
 
     def stream() -> Any:
@@ -185,7 +185,7 @@ def test_documents_are_read_no_further_than_needed() -> None:
         ({"num_documents": 0}, "num_documents is 0"),
     ],
 )
-def test_a_protocol_without_sense_is_refused(change: dict[str, Any], message: str) -> None:
+def test_an_inconsistent_protocol_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(MapperError, match=message):
         QualityProtocol(**{"lengths": (40,), "head": 4, "tail": 8, "scored": 16, **change})
 
@@ -198,7 +198,7 @@ def test_a_protocol_without_sense_is_refused(change: dict[str, Any], message: st
         ((40,), ("hybird",), "unknown arm 'hybird'; known: native"),
     ],
 )
-def test_what_can_not_be_judged_is_refused(
+def test_an_impossible_evaluation_is_refused(
     twin_mapper: Mapper, folders: dict[str, Path], lengths: tuple[int, ...], arms: tuple[str, ...], message: str
 ) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])

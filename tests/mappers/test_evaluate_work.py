@@ -1,4 +1,4 @@
-"""Evaluation does no work twice, and gives the same figures as if it did."""
+"""Evaluation shares work between arms and lengths, and gives the same figures as separate runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def models(folders: dict[str, Path]) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None:
-    """On the embedded pair of trained models: the slow way reads every prefix by itself, by both models."""
+def test_one_pass_for_all_lengths_gives_the_figures_of_separate_passes() -> None:
+    """On the embedded trained models; the slow way prefills every prefix separately."""
     family = find_family("tiny")
     mapper, tokenizer = load(family.bundle), load_tokenizer(family.target)
     models = load_model(family.source), load_model(family.target)
@@ -42,9 +42,7 @@ def test_one_pass_for_all_lengths_gives_the_figures_of_a_pass_for_each() -> None
                 assert getattr(fast, figure) == pytest.approx(getattr(slow, figure), rel=2e-4, abs=2e-5), fast.arm
 
 
-def test_controls_are_judged_on_fewer_documents_and_what_is_served_on_all(
-    sibling_mapper: Mapper, models: tuple[Any, Any]
-) -> None:
+def test_controls_use_fewer_documents_and_served_arms_use_all(sibling_mapper: Mapper, models: tuple[Any, Any]) -> None:
     few = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
     on_all = {"mapped", "hybrid", "source_alone"}
     assert {score.arm: score.documents for score in few.arms} == {arm: 4 if arm in on_all else 2 for arm in ARMS}
@@ -57,7 +55,7 @@ def test_controls_are_judged_on_fewer_documents_and_what_is_served_on_all(
     assert few.arm("no_cache") == two.arm("no_cache")
 
 
-def test_several_mappers_are_judged_as_each_alone(
+def test_several_mappers_score_as_each_alone(
     sibling_mapper: Mapper, models: tuple[Any, Any], folders: dict[str, Path], documents: list[list[int]]
 ) -> None:
     plain = fit_with(folders["sibling"], folders["large"], documents, method="identity")
@@ -85,42 +83,43 @@ def killed_after(num_documents: int) -> Any:
 def resumed(
     mapper: Mapper, models: tuple[Any, Any], file: Path, protocol: QualityProtocol = PROTOCOL
 ) -> tuple[Any, int]:
-    """The evaluation with what is kept in a file, and how many documents it still had to judge."""
-    told: list[int] = []
+    """Return the evaluation resumed from a file, and the number of documents scored in this run."""
+    progress: list[int] = []
     evaluation = evaluate_one(
-        mapper, *models, TEST_DOCUMENTS, protocol, progress_file=file, progress=lambda done, total: told.append(done)
+        mapper,
+        *models,
+        TEST_DOCUMENTS,
+        protocol,
+        progress_file=file,
+        progress=lambda done, total: progress.append(done),
     )
-    return evaluation, len(told[1:])  # what is to be done is told before the first, which may take minutes
+    return evaluation, len(progress[1:])  # progress is first reported before any document, which may take minutes
 
 
 @pytest.fixture
-def broken_off(sibling_mapper: Mapper, models: tuple[Any, Any], tmp_path: Path) -> Path:
-    """What an evaluation of four documents leaves that was killed after three."""
+def killed_file(sibling_mapper: Mapper, models: tuple[Any, Any], tmp_path: Path) -> Path:
+    """Progress file of an evaluation of four documents that was killed after three."""
     file = tmp_path / "report.json.partial"
     with pytest.raises(Killed):
         evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL, progress_file=file, progress=killed_after(3))
     return file
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(
-    sibling_mapper: Mapper, models: tuple[Any, Any], broken_off: Path
-) -> None:
+def test_a_killed_evaluation_resumes(sibling_mapper: Mapper, models: tuple[Any, Any], killed_file: Path) -> None:
     whole: Evaluation = evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, PROTOCOL)
-    assert resumed(sibling_mapper, models, broken_off) == (whole, 1)
-    assert resumed(sibling_mapper, models, broken_off) == (whole, 0), "it is the caller's to remove"
+    assert resumed(sibling_mapper, models, killed_file) == (whole, 1)
+    assert resumed(sibling_mapper, models, killed_file) == (whole, 0), "the caller removes the file"
 
 
-def test_a_line_that_was_cut_short_is_judged_again(
-    sibling_mapper: Mapper, models: tuple[Any, Any], broken_off: Path
-) -> None:
-    broken_off.write_text(broken_off.read_text()[:-40])
-    evaluation, judged = resumed(sibling_mapper, models, broken_off)
-    assert judged == 2 and evaluation.arms[0].documents == 2
+def test_a_truncated_line_is_scored_again(sibling_mapper: Mapper, models: tuple[Any, Any], killed_file: Path) -> None:
+    killed_file.write_text(killed_file.read_text()[:-40])
+    evaluation, num_scored = resumed(sibling_mapper, models, killed_file)
+    assert num_scored == 2 and evaluation.arms[0].documents == 2
 
 
-def test_what_was_kept_of_another_protocol_is_not_used(
-    sibling_mapper: Mapper, models: tuple[Any, Any], broken_off: Path
+def test_scores_of_another_protocol_are_not_reused(
+    sibling_mapper: Mapper, models: tuple[Any, Any], killed_file: Path
 ) -> None:
     other = QualityProtocol(lengths=(40, 80), num_documents=4, head=4, tail=9, scored=16, num_controls=2)
-    evaluation, judged = resumed(sibling_mapper, models, broken_off, other)
-    assert judged == 4 and evaluation == evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, other)
+    evaluation, num_scored = resumed(sibling_mapper, models, killed_file, other)
+    assert num_scored == 4 and evaluation == evaluate_one(sibling_mapper, *models, TEST_DOCUMENTS, other)

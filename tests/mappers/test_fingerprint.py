@@ -34,18 +34,18 @@ def derive(folder: Path) -> None:
     (folder / "kvrelay.json").write_text(json.dumps({"fingerprint": RECIPE, "output_digest": digest}))
 
 
-def test_one_ulp_of_one_weight_changes_it(folder: Path) -> None:
+def test_one_ulp_of_one_weight_changes_the_fingerprint(folder: Path) -> None:
     before = fingerprint(folder)
     change_one_weight(folder, by_ulp=True)
     assert len(before) == 64 and fingerprint(folder) != before
 
 
-def test_a_copy_has_the_same(folder: Path, tmp_path: Path) -> None:
+def test_a_copy_has_the_same_fingerprint(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     assert fingerprint(tmp_path / "copy") == fingerprint(folder)
 
 
-def test_shards_have_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
+def test_shards_have_the_fingerprint_of_a_single_file(folder: Path, tmp_path: Path) -> None:
     sharded = saved(llama(0, 2), tmp_path / "sharded", max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
     assert fingerprint(sharded) == fingerprint(folder)
@@ -63,13 +63,13 @@ def test_shards_have_the_same_as_one_file(folder: Path, tmp_path: Path) -> None:
         {"quantization_config": {"bits": 4}},
     ],
 )
-def test_a_config_field_that_matters_changes_it(folder: Path, change: dict[str, object]) -> None:
+def test_a_relevant_config_field_changes_the_fingerprint(folder: Path, change: dict[str, object]) -> None:
     before = fingerprint(folder)
     edit_config(folder, change)
     assert fingerprint(folder) != before
 
 
-def test_a_config_field_that_does_not_matter_does_not(folder: Path) -> None:
+def test_an_irrelevant_config_field_does_not_change_the_fingerprint(folder: Path) -> None:
     before = fingerprint(folder)
     edit_config(folder, {"transformers_version": "9.9", "use_cache": False, "no_rope_layers": None})
     assert fingerprint(folder) == before
@@ -80,7 +80,7 @@ def edit_config(folder: Path, change: dict[str, object]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
-def test_a_renamed_tensor_changes_it(folder: Path) -> None:
+def test_a_renamed_tensor_changes_the_fingerprint(folder: Path) -> None:
     before = fingerprint(folder)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.other.weight"] = tensors.pop("model.norm.weight")
@@ -89,7 +89,7 @@ def test_a_renamed_tensor_changes_it(folder: Path) -> None:
 
 
 def test_a_second_call_reads_no_weights(folder: Path, tmp_path: Path) -> None:
-    """Told by a change that size and time do not show."""
+    """Shown by a change that size and time do not reveal."""
     weights, cache = folder / "model.safetensors", tmp_path / "cache"
     before, times = fingerprint(folder, cache), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
     change_one_weight(folder)
@@ -98,30 +98,30 @@ def test_a_second_call_reads_no_weights(folder: Path, tmp_path: Path) -> None:
     assert fingerprint(folder, tmp_path / "another cache") != before
 
 
-def test_a_broken_cache_is_not_believed(folder: Path, tmp_path: Path) -> None:
+def test_a_malformed_cache_entry_is_ignored(folder: Path, tmp_path: Path) -> None:
     before = fingerprint(folder, tmp_path / "cache")
     (entry,) = (tmp_path / "cache" / "digests").iterdir()
     entry.write_text("{")
     assert fingerprint(folder, tmp_path / "cache") == before
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(folder: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_only_costs_time(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert fingerprint(folder, tmp_path / "file") == fingerprint(folder)
 
 
-def test_a_derived_model_has_that_of_its_recipe(folder: Path) -> None:
+def test_a_derived_model_has_the_fingerprint_of_its_recipe(folder: Path) -> None:
     derive(folder)
     assert fingerprint(folder) == RECIPE != content_digest(folder)
 
 
-def test_last_bits_do_not_matter_when_it_is_prepared_again(folder: Path) -> None:
+def test_last_bits_of_a_derived_model_do_not_matter(folder: Path) -> None:
     change_one_weight(folder, by_ulp=True)
     derive(folder)
     assert fingerprint(folder) == RECIPE
 
 
-def test_a_derived_model_that_was_changed_since_is_refused(folder: Path) -> None:
+def test_a_modified_derived_model_is_refused(folder: Path) -> None:
     derive(folder)
     change_one_weight(folder)
     with pytest.raises(FingerprintMismatch, match="has changed since it was prepared"):
@@ -129,25 +129,25 @@ def test_a_derived_model_that_was_changed_since_is_refused(folder: Path) -> None
 
 
 @pytest.mark.parametrize("record", ["{}", '{"fingerprint": "ab"}', "[]", "{"])
-def test_a_recipe_that_says_nothing_is_refused(folder: Path, record: str) -> None:
+def test_a_malformed_recipe_is_refused(folder: Path, record: str) -> None:
     (folder / "kvrelay.json").write_text(record)
     with pytest.raises(UnsupportedModel, match=r"kvrelay\.json"):
         fingerprint(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x08\0\0\0\0\0\0\0notjson!"])
-def test_what_is_no_safetensors_file_is_refused(folder: Path, content: bytes) -> None:
+def test_a_malformed_safetensors_file_is_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(UnsupportedModel, match="is not a safetensors file"):
         fingerprint(folder)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="is no model folder"):
+    with pytest.raises(UnsupportedModel, match="is not a model folder"):
         fingerprint(tmp_path)
 
 
-def test_tokenizers_are_told_apart_by_words_and_by_template(tmp_path: Path) -> None:
+def test_the_tokenizer_digest_covers_vocabulary_and_template(tmp_path: Path) -> None:
     for name, words in (("one", ["a", "b"]), ("same", ["a", "b"]), ("other", ["b", "a"])):
         add_tokenizer(tmp_path / name, words)
     one, same, other = (tokenizer_digest(tmp_path / name) for name in ("one", "same", "other"))
@@ -169,7 +169,7 @@ def test_tokenizers_are_told_apart_by_words_and_by_template(tmp_path: Path) -> N
         ("vocab.txt", "vocab.txt"),
     ],
 )
-def test_tokenizers_of_older_forms_are_told_apart_by_each_of_their_files(tmp_path: Path, form: str, name: str) -> None:
+def test_the_tokenizer_digest_covers_each_file_of_older_formats(tmp_path: Path, form: str, name: str) -> None:
     one, same, other = (tmp_path / folder for folder in ("one", "same", "other"))
     for folder in (one, same, other):
         folder.mkdir()
@@ -181,8 +181,8 @@ def test_tokenizers_of_older_forms_are_told_apart_by_each_of_their_files(tmp_pat
     assert same_vocabulary(one, same) and not same_vocabulary(one, other)
 
 
-def test_tokenizers_are_compared_in_a_form_that_both_have(tmp_path: Path) -> None:
-    """The same one may stand as JSON in one folder and as a SentencePiece model in both, or in neither."""
+def test_tokenizers_are_compared_in_a_common_format(tmp_path: Path) -> None:
+    """The same tokenizer may be JSON in one folder, and a SentencePiece model in both or in neither."""
     one, other, none = (tmp_path / name for name in ("one", "other", "none"))
     add_tokenizer(one)
     for folder in (other, none):

@@ -41,11 +41,11 @@ def test_a_planted_map_between_two_models_is_recovered(twin_mapper: Mapper, fold
     mapped, native = twin_mapper.map(source).slice(4, 80), target.slice(4, 80)
     assert largest_difference(source.slice(4, 80), native) > 1
     for kind in KINDS:
-        for ours, theirs in zip(mapped.of(kind), native.of(kind), strict=True):
-            assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+        for found, expected in zip(mapped.of(kind), native.of(kind), strict=True):
+            assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-def test_no_more_source_layers_are_taken_than_pay(twin_mapper: Mapper) -> None:
+def test_no_more_source_layers_are_taken_than_help(twin_mapper: Mapper) -> None:
     for layer, spec in enumerate(twin_mapper.manifest.layers):
         assert spec.keys.key_layers == spec.values.value_layers == (layer,)
         assert spec.keys.r2 is not None and spec.keys.r2 > 0.999
@@ -63,21 +63,21 @@ def test_a_model_mapped_to_itself_gives_its_own_log_probs(
     assert (log_probs(model, native) - log_probs(model, mapped)).abs().max() <= 1e-4
 
 
-def test_shared_layers_are_found_and_the_rest_is_fitted(sibling_mapper: Mapper) -> None:
+def test_shared_layers_are_copied_and_the_rest_is_fitted(sibling_mapper: Mapper) -> None:
     assert sibling_mapper.manifest.copied_layers == (0, 1)
     assert [spec.keys.method for spec in sibling_mapper.manifest.layers] == ["copy", "copy", "ridge", "ridge"]
-    # Layer 2 of the target is what layer 2 of the sibling reads: same input, another projection.
+    # Layer 2 of the target has the same input as layer 2 of the sibling, but another projection.
     assert sibling_mapper.manifest.layers[2].values.r2 is not None
 
 
-def test_shared_layers_are_fitted_like_any_other_if_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_copies_can_be_disabled(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit_with(folders["sibling"], folders["large"], documents, copies=False)
     assert mapper.manifest.copied_layers == ()
     assert mapper.manifest.layers[1].keys.r2 is not None and mapper.manifest.layers[1].keys.r2 > 0.999
 
 
-def test_layers_that_only_looked_shared_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The two models differ in the embedding of one token, which the first document does not hold."""
+def test_layers_equal_only_in_the_first_document_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The two models differ in the embedding of one token, which the first document does not contain."""
     model = load_model(folders["large"])
     model.model.embed_tokens.weight[63].mul_(-1)
     saved(model, tmp_path / "odd")
@@ -89,7 +89,7 @@ def test_layers_that_only_looked_shared_are_refused(folders: dict[str, Path], tm
     assert fit_with(tmp_path / "odd", folders["large"], documents, copies=False, layers=1).manifest.copied_layers == ()
 
 
-def test_keys_may_be_shared_where_values_are_not(
+def test_keys_may_be_copied_without_values(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     model = load_model(folders["large"])
@@ -110,7 +110,7 @@ def test_keys_under_another_rope_are_not_copied(
     assert mapper.manifest.layers[0].keys.r2 is not None and mapper.manifest.layers[0].keys.r2 > 0.999
 
 
-def test_keys_and_values_joined_explain_at_least_as_much(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_joint_features_explain_at_least_as_much(folders: dict[str, Path], documents: list[list[int]]) -> None:
     apart = fit_with(folders["other"], folders["large"], documents, layers=2)
     joint = fit_with(folders["other"], folders["large"], documents, layers=2, joint=True)
     spec = joint.manifest.layers[0].keys
@@ -123,7 +123,7 @@ def test_keys_and_values_joined_explain_at_least_as_much(folders: dict[str, Path
     assert mean_r2(joint) > mean_r2(apart)
 
 
-def test_the_manifest_tells_where_the_map_comes_from(
+def test_the_manifest_records_models_and_calibration(
     twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]]
 ) -> None:
     manifest = twin_mapper.manifest
@@ -136,16 +136,16 @@ def test_the_manifest_tells_where_the_map_comes_from(
     assert again.manifest.calibration.digest != manifest.calibration.digest
 
 
-def test_no_more_tokens_are_read_than_asked(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    told: list[tuple[int, int | None]] = []
+def test_the_number_of_tokens_is_bounded(folders: dict[str, Path], documents: list[list[int]]) -> None:
+    progress: list[tuple[int, int | None]] = []
     mapper = fit_with(
-        folders["twin"], folders["large"], documents, layers=1, tokens=500, progress=lambda *done: told.append(done)
+        folders["twin"], folders["large"], documents, layers=1, tokens=500, progress=lambda *done: progress.append(done)
     )
-    assert mapper.manifest.calibration.num_tokens == 576 == told[-1][0]
-    assert told[0] == (96, 500)
+    assert mapper.manifest.calibration.num_tokens == 576 == progress[-1][0]
+    assert progress[0] == (96, 500)
 
 
-def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str, Path]) -> None:
+def test_the_head_of_every_document_is_skipped(folders: dict[str, Path]) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
     documents = random_documents(5, 30)
@@ -161,7 +161,7 @@ def test_the_first_tokens_of_every_document_count_for_nothing(folders: dict[str,
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bool) -> None:
+def test_the_planned_memory_matches_the_statistics(folders: dict[str, Path], joint: bool) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
     ropes = Rope.of(models[0]), Rope.of(models[1])
     settings = FitSettings(joint=joint, copies=False)
@@ -177,15 +177,15 @@ def test_the_planned_memory_is_what_it_takes(folders: dict[str, Path], joint: bo
     assert few == moments + (1000 + MAX_DOCUMENT_TOKENS) * row
 
 
-def test_rows_are_held_while_they_take_less_than_their_moments() -> None:
-    assert max_buffered_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill what is multiplied at once
+def test_rows_are_buffered_while_they_take_less_memory_than_moments() -> None:
+    assert max_buffered_rows([(48, 64)]) == 2 * BATCH  # fewer would not fill a batch
     assert max_buffered_rows([(4608, 1728)]) == 2 * Moments.bytes_for(4608, 1728) // RowAccumulator.bytes_for(
         4608, 1728
     )
     assert max_buffered_rows([(9216, 9216)] * 2) == ROWS_BYTES // (2 * RowAccumulator.bytes_for(9216, 9216))
 
 
-def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_a_bundle_carries_its_own_gate(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit_with(
         folders["large"], folders["large"], documents[:2], gate=QualityGate(max_ppl_ratio=9, min_top1=0.1)
     )
@@ -203,7 +203,7 @@ def test_a_gate_of_its_own_travels_with_the_bundle(folders: dict[str, Path], doc
         ({"tokens": 100}, CalibrationTooSmall, "100 tokens for 64 features; at least 256"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(
+def test_impossible_settings_are_refused(
     folders: dict[str, Path], documents: list[list[int]], settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -221,12 +221,12 @@ def test_too_few_documents_are_refused(
         fit_with(folders["twin"], folders["large"], documents[:used], tokens_per_feature=8.0)
 
 
-def test_short_documents_are_passed_over(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_short_documents_are_skipped(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit_with(folders["twin"], folders["large"], [[1, 2, 3], *documents], method="identity")
     assert mapper.manifest.calibration.num_documents == len(documents)
 
 
-def test_models_that_read_different_tokens_are_refused(tmp_path: Path) -> None:
+def test_models_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
     model = llama(0, 2)
     for name, words in (("a", ["x", "y"]), ("b", ["y", "x"])):
         add_tokenizer(saved(model, tmp_path / name), words)
@@ -234,13 +234,13 @@ def test_models_that_read_different_tokens_are_refused(tmp_path: Path) -> None:
         fit_with(tmp_path / "a", tmp_path / "b", random_documents(2, 40))
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnsupportedModel, match="no model at"):
         fit_with(tmp_path / "empty", folders["large"], random_documents(2, 40))
 
 
-def test_weights_that_do_not_fit_the_precision_are_refused(
+def test_weights_that_overflow_the_precision_are_refused(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     faint = load_model(folders["twin"])

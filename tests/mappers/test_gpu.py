@@ -1,4 +1,4 @@
-"""The same on a CUDA device as on the CPU."""
+"""Maps and fits on a CUDA device equal those on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moved(cache: KVCache, device: str) -> KVCache:
     return KVCache(tuple(k.to(device) for k in cache.keys), tuple(v.to(device) for v in cache.values), cache.start)
 
 
-def test_a_map_on_the_gpu_is_that_on_the_cpu(sibling_mapper: Mapper, tmp_path: Path) -> None:
+def test_a_map_on_the_gpu_equals_that_on_the_cpu(sibling_mapper: Mapper, tmp_path: Path) -> None:
     save(sibling_mapper, tmp_path / "bundle")
     cache = random_cache(3, 200, start=11)
     mapped = load(tmp_path / "bundle", device="cuda").map(moved(cache, "cuda"))
@@ -39,7 +39,7 @@ def test_a_fit_on_the_gpu_is_as_good(folders: dict[str, Path], documents: list[l
 def test_halves_are_multiplied_on_the_gpu_as_on_the_cpu(
     sibling_mapper: Mapper, precision: str, half: torch.dtype
 ) -> None:
-    """Features and weights rounded alike, products summed in float32; a feature may round to the other side."""
+    """Features and weights are rounded alike and products summed in float32; a feature may round the other way."""
     manifest = sibling_mapper.manifest.model_copy(update={"precision": precision})
     weights = {name: t.to(half) if name.endswith(".weight") else t for name, t in sibling_mapper.weights.items()}
     cache = random_cache(3, 200, start=11)

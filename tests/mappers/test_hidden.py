@@ -1,4 +1,4 @@
-"""Method `hidden`: hidden states predicted, the target's own projections behind them."""
+"""Method `hidden`: predicts hidden states, followed by the target's own projections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 def small(kind: str, folder: Path) -> Path:
-    """A random model of two layers."""
+    """Save a random model of two layers."""
     torch.manual_seed(5)
     model, config = KINDS[kind]
     settings = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -36,8 +36,8 @@ def small(kind: str, folder: Path) -> Path:
     return saved(made, folder)
 
 
-def test_keys_and_values_are_the_projections_of_what_is_listened_to(tmp_path: Path) -> None:
-    """Also of a model with biases, read in two pieces."""
+def test_keys_and_values_are_the_projections_of_the_recorded_states(tmp_path: Path) -> None:
+    """Also for a model with biases and a prefill in two chunks."""
     model = load_model(small("qwen2", tmp_path / "qwen2"))
     with record_hidden_states(model) as states:
         cache = prefill(model, list(range(20, 40)), prefill(model, list(range(20))))
@@ -50,7 +50,7 @@ def test_keys_and_values_are_the_projections_of_what_is_listened_to(tmp_path: Pa
     assert len(states[0]) == 40
 
 
-def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
+def test_with_equal_layers_hidden_equals_ridge(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path
 ) -> None:
     target = small("qwen2", tmp_path / "qwen2")
@@ -58,10 +58,11 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
     hidden = fit_with(folders["other"], target, documents, method="hidden", **given)
     ridge = fit_with(folders["other"], target, documents, method="ridge", joint=True, **given)
     same = 0
-    for layer, (ours, theirs) in enumerate(zip(hidden.manifest.layers, ridge.manifest.layers, strict=True)):
-        assert ours.keys.key_layers == ours.keys.value_layers == ours.values.key_layers and ours.keys.method == "hidden"
+    for layer, (hidden_spec, ridge_spec) in enumerate(zip(hidden.manifest.layers, ridge.manifest.layers, strict=True)):
+        assert hidden_spec.keys.key_layers == hidden_spec.keys.value_layers == hidden_spec.values.key_layers
+        assert hidden_spec.keys.method == "hidden"
         for kind in ("keys", "values"):
-            if ours.keys.key_layers == theirs.of(kind).key_layers:
+            if hidden_spec.keys.key_layers == ridge_spec.of(kind).key_layers:
                 name, same = f"layers.{layer}.{kind}", same + 1
                 for part in ("weight", "bias"):
                     torch.testing.assert_close(
@@ -70,7 +71,7 @@ def test_from_the_same_layers_it_is_ridge_onto_keys_and_values(
     assert same
 
 
-def test_layers_that_are_shared_are_copied_here_too(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_shared_layers_are_copied_with_method_hidden(folders: dict[str, Path], documents: list[list[int]]) -> None:
     mapper = fit_with(folders["sibling"], folders["large"], documents, method="hidden", layers=2)
     assert mapper.manifest.copied_layers == (0, 1)
     assert [spec.values.method for spec in mapper.manifest.layers] == ["copy", "copy", "hidden", "hidden"]
@@ -80,7 +81,7 @@ def test_layers_that_are_shared_are_copied_here_too(folders: dict[str, Path], do
     ("kind", "message"),
     [("qwen3", "Qwen3ForCausalLM norms its keys after the projection"), ("phi3", "no separate projection for keys")],
 )
-def test_targets_whose_keys_are_no_projection_are_refused(
+def test_targets_whose_keys_are_not_a_projection_are_refused(
     folders: dict[str, Path], documents: list[list[int]], tmp_path: Path, kind: str, message: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message):

@@ -32,14 +32,14 @@ def mapper(request: pytest.FixtureRequest, folders: dict[str, Path], documents: 
 
 
 def by_hand(mapper: Mapper, cache: KVCache) -> KVCache:
-    """The map as the manifest defines it, one token at a time."""
+    """Apply the map as the manifest defines it, one token at a time."""
     out: dict[str, list[Tensor]] = {"keys": [], "values": []}
     plain = list(mapper.source_rope.strip_cache(cache).keys)
     for layer, spec in enumerate(mapper.manifest.layers):
         for kind in KINDS:
             states = one_output(mapper, spec.of(kind), f"layers.{layer}.{kind}", cache, plain, kind)
-            turned = kind == "keys" and spec.of(kind).method != "copy"
-            out[kind].append(mapper.target_rope.apply(states, cache.positions, layer) if turned else states)
+            has_rope = kind == "keys" and spec.of(kind).method != "copy"
+            out[kind].append(mapper.target_rope.apply(states, cache.positions, layer) if has_rope else states)
     return KVCache(tuple(out["keys"]), tuple(out["values"]), cache.start)
 
 
@@ -56,7 +56,7 @@ def one_output(mapper: Mapper, spec: OutputSpec, name: str, cache: KVCache, plai
 
 
 def whole_weight(mapper: Mapper, spec: OutputSpec, name: str) -> Tensor:
-    """(p, W) of an output, in whatever form it is stored."""
+    """Return the full weight (p, W) of an output, whatever form it is stored in."""
     stored = mapper.weights[f"{name}.weight"].double()
     if spec.rank:
         return stored @ mapper.weights[f"{name}.up"].double()
@@ -70,7 +70,7 @@ def whole_weight(mapper: Mapper, spec: OutputSpec, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("start", [0, 4, 400])
-def test_a_map_is_what_its_manifest_says(mapper: Mapper, start: int) -> None:
+def test_a_map_matches_its_manifest(mapper: Mapper, start: int) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 30, start)
     mapped = mapper.map(cache)
     assert mapped.start == start and mapped.geometry == mapper.manifest.target.geometry
@@ -78,7 +78,7 @@ def test_a_map_is_what_its_manifest_says(mapper: Mapper, start: int) -> None:
 
 
 def test_target_heads_share_a_source_head_or_not(folders: dict[str, Path], documents: list[list[int]]) -> None:
-    """In the first block no two, in the second all."""
+    """In the first block no heads share one, in the second all do."""
     fitted = fit_with(
         folders["other"], folders["large"], documents, method="ridge-head", layers=2, joint=True, copies=False
     )
@@ -93,14 +93,14 @@ def test_target_heads_share_a_source_head_or_not(folders: dict[str, Path], docum
     assert largest_difference(mapper.map(cache), by_hand(mapper, cache)) < 2e-4
 
 
-def test_chunks_of_any_length_give_the_same(mapper: Mapper) -> None:
+def test_chunks_of_any_length_give_the_same_cache(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 50, 3)
     bounds = [0, 1, 17, 20, 50]
     chunks = [mapper.map(cache.slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
     assert largest_difference(KVCache.concatenate(chunks), mapper.map(cache)) < 1e-5
 
 
-def test_the_sink_gets_every_layer_in_order_and_in_shape(mapper: Mapper) -> None:
+def test_the_sink_receives_every_layer_in_order(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 12)
     seen: list[int] = []
 
@@ -112,7 +112,7 @@ def test_the_sink_gets_every_layer_in_order_and_in_shape(mapper: Mapper) -> None
     assert seen == list(range(mapper.manifest.target.num_layers))
 
 
-def test_the_source_is_left_as_it_was(mapper: Mapper) -> None:
+def test_the_source_is_not_modified(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 12)
     mapped = mapper.map(cache)
     for states in mapped.keys + mapped.values:
@@ -137,16 +137,19 @@ def test_a_cache_of_lower_precision_is_mapped_in_float32(mapper: Mapper, dtype: 
     assert largest_difference(mapper.map(low), mapper.map(exact)) < 1e-5
 
 
-def test_token_major_memory_is_mapped_alike(mapper: Mapper) -> None:
+def test_token_major_memory_gives_the_same_map(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 16)
 
-    def turned(states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def token_major(states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(s.transpose(0, 1).contiguous().transpose(0, 1) for s in states)
 
-    assert largest_difference(mapper.map(KVCache(turned(cache.keys), turned(cache.values))), mapper.map(cache)) < 1e-5
+    assert (
+        largest_difference(mapper.map(KVCache(token_major(cache.keys), token_major(cache.values))), mapper.map(cache))
+        < 1e-5
+    )
 
 
-def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
+def test_copied_layers_equal_the_source(sibling_mapper: Mapper) -> None:
     cache = random_cache(3, 10)
     mapped = sibling_mapper.map(cache)
     assert sibling_mapper.manifest.copied_layers == (0, 1)
@@ -156,7 +159,7 @@ def test_copied_layers_are_passed_through(sibling_mapper: Mapper) -> None:
 
 @dataclass(frozen=True)
 class InParts:
-    """A cache whose tokens lie in parts."""
+    """A cache whose tokens are stored in parts."""
 
     cache: KVCache
     bounds: tuple[int, ...]
@@ -174,13 +177,13 @@ class InParts:
         return self.cache.num_tokens
 
     def parts(self, kind: Kind, layer: int) -> Iterator[Tensor]:
-        """Two halves side by side each, if they can be halved."""
+        """Yield each part as two halves, if its length is even."""
         for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
             rows = self.cache.of(kind)[layer][:, begin:end].transpose(0, 1)
             yield rows.unflatten(0, (2, -1)) if len(rows) % 2 == 0 else rows[None]
 
 
-def test_a_source_in_parts_is_mapped_to_the_same_bits(mapper: Mapper) -> None:
+def test_a_source_in_parts_gives_the_same_bits(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 50, 3)
     mapped, seen = mapper.map(cache), []
 
@@ -192,7 +195,7 @@ def test_a_source_in_parts_is_mapped_to_the_same_bits(mapper: Mapper) -> None:
     assert seen == list(range(mapper.manifest.target.num_layers))
 
 
-def test_copies_are_left_to_whoever_takes_them_from_the_source(mapper: Mapper) -> None:
+def test_copies_can_be_left_to_the_caller(mapper: Mapper) -> None:
     cache = random_cache(mapper.manifest.source.num_layers, 12)
     seen: list[int] = []
     mapped, copies = mapper.map(cache), mapper.manifest.copies
@@ -207,7 +210,7 @@ def test_copies_are_left_to_whoever_takes_them_from_the_source(mapper: Mapper) -
         assert torch.equal(mapped.values[layer], cache.values[source_layer])
 
 
-def test_as_many_layers_are_handed_out_together_as_scratch_may_hold(sibling_mapper: Mapper) -> None:
+def test_layers_are_passed_on_together_up_to_the_scratch_bound(sibling_mapper: Mapper) -> None:
     cache, seen = random_cache(3, 30_000), []
     mapped = sibling_mapper.map(cache)
 
@@ -232,7 +235,7 @@ def test_a_cache_of_another_shape_is_refused(mapper: Mapper) -> None:
 def test_a_structured_map_takes_less_memory_and_fewer_multiplications(
     folders: dict[str, Path], documents: list[list[int]], options: dict[str, Any], share: float
 ) -> None:
-    """Of rank 3, at most 3 * (16 + 16) of 16 * 16 numbers a source layer; matched by heads, one of two heads."""
+    """Rank 3 stores at most 3 * (16 + 16) of 16 * 16 numbers per source layer; head matching one of two heads."""
     given: dict[str, Any] = {"layers": 2, "joint": False, "precision": "float32", "copies": False}
     sizes, costs = [], []
     for method in ({"method": "ridge"}, options):

@@ -1,4 +1,4 @@
-"""What every method must do, run over the registry, and what `ridge` promises besides."""
+"""Requirements on every method of the registry, and further ones on `ridge`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ HEADS = Layout(source_heads=3, source_dim=8, target_heads=3, target_dim=8)
 
 
 def planted(count: int, noise: float = 0.0, scale: float = 1.0, seed: int = 0) -> tuple[Moments, torch.Tensor]:
-    """Moments of features `scale * x` and targets x @ weight + 3 + noise, and the weight; the columns of x span four
-    orders of magnitude."""
+    """Return moments of features `scale * x` and targets x @ weight + 3 + noise, and the weight.
+
+    The columns of x span four orders of magnitude.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(FEATURES, TARGETS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64) + 5
@@ -32,7 +34,7 @@ def planted(count: int, noise: float = 0.0, scale: float = 1.0, seed: int = 0) -
 
 
 def of_equals(count: int) -> Moments:
-    """Moments of targets that are the features."""
+    """Return moments of targets equal to the features."""
     x = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(1))
     moments = Moments(FEATURES, FEATURES)
     moments.update(x, x)
@@ -40,7 +42,7 @@ def of_equals(count: int) -> Moments:
 
 
 def mapped(weight: torch.Tensor, count: int, noise: float = 0.0, seed: int = 0) -> Moments:
-    """Moments of white features far from 0 and targets x @ weight - 2 + noise."""
+    """Return moments of white features far from 0 and targets x @ weight - 2 + noise."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, len(weight), generator=generator, dtype=torch.float64) + 5
     y = x @ weight - 2
@@ -64,7 +66,7 @@ def by_heads() -> torch.Tensor:
     return weight
 
 
-# For every method a map of the kind that it can find.
+# For every method a map that it can represent.
 PLANTS = {
     "hidden": drawn(2 * FEATURES, TARGETS),
     "lowrank": drawn(2 * FEATURES, 5) @ drawn(TARGETS, 5).T,
@@ -77,15 +79,15 @@ SIZES = {"lowrank": 5 * (2 * FEATURES + TARGETS), "ridge-head": 2 * FEATURES * T
 
 
 def options(name: str) -> dict[str, Any]:
-    """What makes a method exact where there is no noise."""
+    """Return options that make a method exact on data without noise."""
     return {"ridges": (1e-12,)} if "ridges" in signature(type(methods.get(name))).parameters else {}
 
 
-FITTED = sorted(methods.METHODS.keys() - {"identity"})  # which learns nothing
+FITTED = sorted(methods.METHODS.keys() - {"identity"})  # identity ignores the data
 
 
 @pytest.mark.parametrize("name", FITTED)
-def test_a_planted_map_is_recovered_in_its_own_form(name: str) -> None:
+def test_a_planted_map_is_recovered_with_its_structure(name: str) -> None:
     plant = PLANTS[name]
     solution = methods.get(name, **options(name)).solve(mapped(plant, 400), HEADS, mapped(plant, 100, seed=1))
     torch.testing.assert_close(solution.weight, plant, atol=1e-6, rtol=1e-6)
@@ -126,7 +128,7 @@ def test_ridge_recovers_a_planted_map() -> None:
     assert solution.r2(planted(200, seed=1)[0]) > 1 - 1e-12
 
 
-def test_losses_are_those_of_the_rows_themselves() -> None:
+def test_losses_from_moments_equal_those_from_rows() -> None:
     moments, weight = planted(300, noise=0.5)
     solution = Ridge(ridges=(0.1,)).solve(moments, ONE_HEAD)
     generator = torch.Generator().manual_seed(3)
@@ -162,7 +164,7 @@ def test_the_penalty_is_chosen_on_held_out_data() -> None:
 
 
 @pytest.mark.parametrize("noise", [1.0, 1e2, 1e3, 1e4, 1e5])
-def test_no_penalty_that_is_tried_is_better_than_the_one_taken(noise: float) -> None:
+def test_the_best_penalty_is_taken(noise: float) -> None:
     ridges = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     train, held_out = planted(110, noise)[0], planted(500, noise, seed=1)[0]
     r2 = {ridge: Ridge(ridges=(ridge,)).solve(train, ONE_HEAD).r2(held_out) for ridge in ridges}
@@ -175,8 +177,10 @@ def test_too_few_tokens_are_refused() -> None:
 
 
 def dependent(dtype: torch.dtype, apart: float = 0.0, count: int = 5000, seed: int = 0) -> Moments:
-    """Moments of 100 features, 60 of them sums of the others but for a share `apart`, far from 0; and of 4 targets
-    that need what is apart."""
+    """Return moments of 100 features far from 0, of which 60 are sums of the others plus a share `apart` of their own.
+
+    The 4 targets need these shares.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 40, generator=generator, dtype=torch.float64)
     own = apart * torch.randn(count, 60, generator=generator, dtype=torch.float64)
@@ -199,7 +203,7 @@ def test_dependent_features_are_refused_without_a_penalty(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-4, 1e-2])
 @pytest.mark.parametrize("apart", [0.01, 0.1])
-def test_features_that_barely_differ_are_told_apart_in_float32_as_in_float64(apart: float, ridge: float) -> None:
+def test_nearly_dependent_features_are_solved_in_float32_as_in_float64(apart: float, ridge: float) -> None:
     found, exact = (
         Ridge(ridges=(ridge,)).solve(dependent(dtype, apart), ONE_HEAD) for dtype in (torch.float32, torch.float64)
     )
@@ -208,7 +212,7 @@ def test_features_that_barely_differ_are_told_apart_in_float32_as_in_float64(apa
     assert float(found.lost(unseen).sum()) < 1.001 * float(exact.lost(unseen).sum()) + 1e-5 * float(unseen.yy.sum())
 
 
-def test_a_feature_that_never_varies_does_no_harm() -> None:
+def test_a_constant_feature_does_no_harm() -> None:
     x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     moments = Moments(5, 4)
     moments.update(torch.cat([x, torch.full((200, 1), 9.0)], dim=1), x)
@@ -216,15 +220,15 @@ def test_a_feature_that_never_varies_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.5, 2.0])
-def test_the_rank_is_the_smallest_that_costs_no_more_than_allowed(tolerance: float) -> None:
-    """The losses that it is chosen by are those of maps fitted with each rank."""
+def test_the_rank_is_the_smallest_within_the_tolerance(tolerance: float) -> None:
+    """Compare with the losses of maps fitted with each rank."""
     plant = drawn(2 * FEATURES, TARGETS) * torch.logspace(0, -2, TARGETS, dtype=torch.float64)
     train, held_out = mapped(plant, 300, noise=0.3), mapped(plant, 100, noise=0.3, seed=1)
 
     def lost(rank: int) -> float:
         return float(methods.get("lowrank", rank=rank).solve(train, HEADS, held_out).lost(held_out).sum())
 
-    most = 15  # of rank 16 on, two factors are no smaller than one matrix
+    most = 15  # from rank 16 on, two factors are not smaller than one matrix
     allowed = (1 + tolerance) * float(methods.get("ridge").solve(train, HEADS, held_out).lost(held_out).sum())
     smallest = next((rank for rank in range(1, most + 1) if lost(rank) <= allowed), None)
     structure = methods.get("lowrank", tolerance=tolerance).solve(train, HEADS, held_out).structure()
@@ -232,21 +236,21 @@ def test_the_rank_is_the_smallest_that_costs_no_more_than_allowed(tolerance: flo
     assert (smallest is None) == (tolerance == 0.0)
 
 
-def test_a_rank_that_saves_nothing_is_the_whole_matrix() -> None:
+def test_a_rank_that_saves_no_memory_gives_the_full_matrix() -> None:
     train = mapped(PLANTS["ridge"], 400)
     torch.testing.assert_close(
         methods.get("lowrank", rank=16).solve(train, HEADS).weight, methods.get("ridge").solve(train, HEADS).weight
     )
 
 
-def test_heads_are_matched_only_where_there_are_as_many() -> None:
+def test_heads_are_matched_only_if_their_numbers_are_equal() -> None:
     train = mapped(PLANTS["ridge"], 400)
     layout = Layout(source_heads=2, source_dim=12, target_heads=3, target_dim=8)
     assert methods.get("ridge-head").solve(train, layout).structure() == {}
     assert methods.get("ridge-head").solve(train, layout).r2(train) > 0.999
 
 
-def test_matched_heads_need_a_part_of_the_tokens() -> None:
+def test_matched_heads_need_fewer_tokens() -> None:
     method, train = methods.get("ridge-head"), mapped(PLANTS["ridge-head"], 70)
     assert (method.tokens_needed(48, HEADS), methods.get("ridge").tokens_needed(48, HEADS)) == (64, 192)
     assert method.solve(train, HEADS).r2(train) > 0.99
@@ -254,7 +258,7 @@ def test_matched_heads_need_a_part_of_the_tokens() -> None:
         method.solve(mapped(PLANTS["ridge-head"], 60), HEADS)
 
 
-def test_rotation_goes_head_by_head_where_their_numbers_differ() -> None:
+def test_rotation_is_by_head_if_the_numbers_of_heads_differ() -> None:
     rotations = [torch.linalg.qr(drawn(8, 8) + i)[0] for i in range(2)]
     weight = torch.zeros(FEATURES, 16, dtype=torch.float64)
     weight[16:, :8], weight[:8, 8:] = rotations
@@ -270,7 +274,7 @@ def test_rotation_goes_head_by_head_where_their_numbers_differ() -> None:
         (HEADS, 48, "procrustes on 48 features; allowed: one block of 24"),
     ],
 )
-def test_what_can_not_be_rotated_is_refused(layout: Layout, features: int, message: str) -> None:
+def test_shapes_that_cannot_be_rotated_are_refused(layout: Layout, features: int, message: str) -> None:
     with pytest.raises(GeometryMismatch, match=message):
         methods.get("procrustes").solve(Moments(features, layout.target_width), layout)
 
@@ -286,7 +290,7 @@ def test_what_can_not_be_rotated_is_refused(layout: Layout, features: int, messa
         ("identity", {"rank": 3}, "identity has no option 'rank'; allowed: none"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(name: str, given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(name: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(MapperError, match=message):
         methods.get(name, **given)
 
@@ -296,6 +300,6 @@ def test_identity_needs_equal_widths() -> None:
         methods.get("identity").solve(Moments(24, 20), Layout(1, 24, 1, 20))
 
 
-def test_an_unknown_method_is_told_with_those_known() -> None:
+def test_an_unknown_method_is_reported_with_the_known_ones() -> None:
     with pytest.raises(UnknownMethod, match="unknown mapper 'rige'; known: hidden, identity, lowrank"):
         methods.get("rige")

@@ -1,4 +1,4 @@
-"""Models and tokenizers that can't be loaded are told, whatever the libraries make of them."""
+"""Models and tokenizers that cannot be loaded are reported, whatever the libraries raise."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "damaged", "load"),
     [
-        ("model.safetensors", lambda held: held[: len(held) // 2], load_model),
-        ("model.safetensors", lambda held: b"no tensors", load_model),
-        ("config.json", lambda held: json.dumps({**json.loads(held), "hidden_size": 64}).encode(), load_model),
-        ("config.json", lambda held: json.dumps({**json.loads(held), "num_attention_heads": "x"}).encode(), load_model),
-        ("tokenizer.json", lambda held: b"{}", load_tokenizer),
-        ("tokenizer.json", lambda held: b"no JSON", load_tokenizer),
+        ("model.safetensors", lambda content: content[: len(content) // 2], load_model),
+        ("model.safetensors", lambda content: b"no tensors", load_model),
+        ("config.json", lambda content: json.dumps({**json.loads(content), "hidden_size": 64}).encode(), load_model),
+        (
+            "config.json",
+            lambda content: json.dumps({**json.loads(content), "num_attention_heads": "x"}).encode(),
+            load_model,
+        ),
+        ("tokenizer.json", lambda content: b"{}", load_tokenizer),
+        ("tokenizer.json", lambda content: b"no JSON", load_tokenizer),
     ],
 )
-def test_a_damaged_file_is_told(
+def test_a_damaged_file_is_reported(
     folder: Path, name: str, damaged: Callable[[bytes], bytes], load: Callable[[Path], Any]
 ) -> None:
     load(folder)

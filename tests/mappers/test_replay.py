@@ -12,7 +12,7 @@ from tests.mappers.pairs import largest_difference, random_documents
 TOKENS = random_documents(1, 90, seed=5)[0]
 
 
-def test_a_replay_is_a_native_head_and_a_map_behind_it(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
+def test_a_replay_is_a_native_head_followed_by_the_map(sibling_mapper: Mapper, folders: dict[str, Path]) -> None:
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     cache = replay(sibling_mapper, source, target, TOKENS, 60, head=4)
     assert (cache.start, cache.num_tokens) == (0, 60)
@@ -29,7 +29,7 @@ def test_an_exact_map_replays_the_native_cache(twin_mapper: Mapper, folders: dic
 
 
 @pytest.mark.parametrize("head", [0, 60])
-def test_the_head_may_be_nothing_or_everything(sibling_mapper: Mapper, folders: dict[str, Path], head: int) -> None:
+def test_the_head_may_be_empty_or_everything(sibling_mapper: Mapper, folders: dict[str, Path], head: int) -> None:
     source, target = load_model(folders["sibling"]), load_model(folders["large"])
     cache = replay(sibling_mapper, source, target, TOKENS, 60, head=head)
     expected = prefill(target, TOKENS[:60]) if head else sibling_mapper.map(prefill(source, TOKENS[:60]))
@@ -37,7 +37,7 @@ def test_the_head_may_be_nothing_or_everything(sibling_mapper: Mapper, folders: 
 
 
 @pytest.mark.parametrize(("num_tokens", "head"), [(0, 0), (91, 4), (10, 11), (10, -1)])
-def test_bounds_that_make_no_sense_are_refused(
+def test_invalid_bounds_are_refused(
     sibling_mapper: Mapper, folders: dict[str, Path], num_tokens: int, head: int
 ) -> None:
     model = load_model(folders["large"])
@@ -45,8 +45,8 @@ def test_bounds_that_make_no_sense_are_refused(
         replay(sibling_mapper, model, model, TOKENS, num_tokens, head)
 
 
-def test_a_gap_in_the_positions_is_seen_by_the_model(folders: dict[str, Path]) -> None:
-    """What is read over a head with nothing behind it stands where it stands: its keys say so."""
+def test_a_gap_in_the_positions_shifts_the_keys(folders: dict[str, Path]) -> None:
+    """Tokens after a gap keep their own positions, which their keys show."""
     model = load_model(folders["large"])
     head = prefill(model, TOKENS[:4])
     near, far = (run(model, TOKENS[40:50], head, start=start)[0] for start in (4, 40))
@@ -56,7 +56,7 @@ def test_a_gap_in_the_positions_is_seen_by_the_model(folders: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 90])
-def test_reading_in_pieces_is_reading_at_once(folders: dict[str, Path], chunk: int) -> None:
+def test_chunked_prefill_equals_a_single_one(folders: dict[str, Path], chunk: int) -> None:
     model = load_model(folders["large"])
     cache = prefill(model, TOKENS[:chunk])
     while cache.num_tokens < len(TOKENS):

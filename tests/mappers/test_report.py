@@ -37,7 +37,7 @@ def judged(twin_mapper: Mapper) -> EvaluatedBundle:
     return EvaluatedBundle("bundles/<mine>", twin_mapper, EVALUATION, SPEED)
 
 
-def test_a_speed_is_told_by_its_longest_length() -> None:
+def test_speed_is_derived_from_the_longest_length() -> None:
     assert SPEED.ms_per_1024 == 20
     assert SPEED.share_of_peak == pytest.approx(1e6 * 2048 / 0.032 / 1e11)
     assert SPEED.as_json()["map"] == [
@@ -52,7 +52,7 @@ def test_a_map_is_timed_at_each_length(sibling_mapper: Mapper) -> None:
     assert speed.peak_gflops > 0 and speed.threads == 1
 
 
-def test_two_operations_for_each_number_that_a_token_meets(sibling_mapper: Mapper) -> None:
+def test_flops_count_two_operations_per_weight(sibling_mapper: Mapper) -> None:
     """Two fitted layers of width 16, keys and values each from some source layers of width 16; copies are free."""
     specs = sibling_mapper.manifest.layers[2:]
     blocks = sum(
@@ -61,7 +61,7 @@ def test_two_operations_for_each_number_that_a_token_meets(sibling_mapper: Mappe
     assert flops_per_token(sibling_mapper) == 2 * blocks * 16 * 16
 
 
-def test_a_page_holds_everything_and_fetches_nothing(judged: EvaluatedBundle) -> None:
+def test_a_page_contains_everything_and_loads_nothing(judged: EvaluatedBundle) -> None:
     html = page([judged, judged], ROWS)
     assert not re.search(r"(src|href|srcset)=|url\(|@import|<script|https?://", html)
     for figure in ("1.0432", "1.010 to 1.080", "0.941", "81.2%", "talks &lt;of&gt; people", "what keys", "20.0"):
@@ -74,14 +74,14 @@ def test_a_page_holds_everything_and_fetches_nothing(judged: EvaluatedBundle) ->
         ElementTree.fromstring(plot)
 
 
-def test_a_page_leaves_out_what_was_not_measured(twin_mapper: Mapper) -> None:
+def test_a_page_omits_what_was_not_measured(twin_mapper: Mapper) -> None:
     bare = EVALUATION.model_copy(update={"attention": (), "greedy": None})
     html = page([EvaluatedBundle("b", twin_mapper, bare)])
     assert "its worst head" not in html and "its worst head" in page([EvaluatedBundle("b", twin_mapper, EVALUATION)])
     assert html.count("<svg") == 1 and "Attention" not in html and "time" not in html
 
 
-def test_bundles_in_folders_of_the_same_name_are_told_apart(judged: EvaluatedBundle) -> None:
+def test_bundles_in_folders_of_the_same_name_are_distinguished(judged: EvaluatedBundle) -> None:
     slower = replace(judged, name="other/<mine>", speed=replace(SPEED, map_ms={2048: 80}))
     html = page([judged, slower], ROWS)
     names = {f"{where}/&lt;mine&gt;" for where in ("bundles", "other")}

@@ -51,7 +51,7 @@ SUPPORTED = {
 }
 
 
-def test_every_type_that_transformers_computes_is_tried() -> None:
+def test_every_rope_type_of_transformers_is_tested() -> None:
     assert set(KNOWN_TYPES) <= set(SUPPORTED)
 
 
@@ -64,13 +64,13 @@ def test_strip_undoes_apply_up_to_the_end_of_the_context(name: str, share: float
     start = int(share * ((rope.limit or CONTEXT) - 64))
     keys, positions = torch.randn(2, 64, head_dim), torch.arange(start, start + 64)
     for layer, kind in enumerate(rope.kinds):
-        turned = rope.apply(keys, positions, layer)
-        assert (rope.strip(turned, positions, layer) - keys).abs().max() <= 1e-5
-        assert ((turned - keys).abs().max() > 0.1) == (kind != "no position")
+        rotated = rope.apply(keys, positions, layer)
+        assert (rope.strip(rotated, positions, layer) - keys).abs().max() <= 1e-5
+        assert ((rotated - keys).abs().max() > 0.1) == (kind != "no position")
 
 
 @pytest.mark.parametrize("name", ["yarn", "longrope"])
-def test_the_gain_is_taken_off(name: str) -> None:
+def test_strip_removes_the_gain(name: str) -> None:
     rope = Rope.from_config(SUPPORTED[name].to_dict())
     keys, positions = torch.randn(1, 8, 8), torch.arange(100, 108)
     gain = rope.apply(keys, positions, 0).norm() / keys.norm()
@@ -79,7 +79,7 @@ def test_the_gain_is_taken_off(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
-def test_stripped_keys_are_what_the_key_projection_gave(name: str) -> None:
+def test_stripped_keys_equal_the_output_of_the_key_projection(name: str) -> None:
     model = llama(3, 1, rope_parameters=SUPPORTED[name].rope_parameters, max_position_embeddings=CONTEXT)
     projected = []
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *call: projected.append(call[2][0]))
@@ -96,7 +96,7 @@ def test_a_longer_span_does_not_change_a_shorter_one() -> None:
     assert torch.equal(rope.span(5, 20, torch.device("cpu"))[0][0], before)
 
 
-def test_layers_that_turn_alike_share_their_factors() -> None:
+def test_layers_of_the_same_kind_share_their_factors() -> None:
     made = config("Gemma3Text", head_dim=8, num_hidden_layers=6, sliding_window_pattern=3)
     rope = Rope.from_config(made.to_dict())
     assert rope.tables == (0, 0, 1, 0, 0, 1)
@@ -104,10 +104,10 @@ def test_layers_that_turn_alike_share_their_factors() -> None:
     assert not torch.allclose(fast, slow)
 
 
-# A longrope or dynamic model turns keys otherwise once a call reaches beyond a length; what a cached key was turned by
-# is then not to be told.
+# A longrope or dynamic model changes its factors when a forward pass goes beyond a length. The factors of a cached key
+# are then unknown.
 @pytest.mark.parametrize(("name", "limit"), [("dynamic", 64), ("longrope", 16)])
-def test_factors_hold_exactly_as_far_as_is_said(name: str, limit: int) -> None:
+def test_factors_are_constant_exactly_up_to_the_limit(name: str, limit: int) -> None:
     parameters = SUPPORTED[name].rope_parameters | {"original_max_position_embeddings": 16}
     model = llama(3, 1, rope_parameters=parameters, max_position_embeddings=64)
     rope = Rope.of(model)
@@ -121,7 +121,7 @@ def test_factors_hold_exactly_as_far_as_is_said(name: str, limit: int) -> None:
     assert (plain[:, 1:] - plain[:, :1]).abs().max() > 1e-2
 
 
-def test_a_dynamic_model_that_has_grown_is_taken_as_it_was() -> None:
+def test_a_dynamic_rope_that_has_grown_is_reset() -> None:
     model = llama(3, 1, rope_parameters=SUPPORTED["dynamic"].rope_parameters, max_position_embeddings=64)
     fresh = Rope.of(model).probe()
     keys_only(model, 200)
@@ -129,12 +129,12 @@ def test_a_dynamic_model_that_has_grown_is_taken_as_it_was() -> None:
 
 
 def keys_only(model: nn.Module, num_tokens: int) -> KVCache:
-    """The model's own cache of one token over and over, read in one call: in layer 0 its keys differ by place only."""
+    """Return the model's own cache of a repeated token, from one call; keys of layer 0 differ by position only."""
     cache = model(input_ids=torch.ones(1, num_tokens, dtype=torch.long), use_cache=True).past_key_values
     return KVCache((cache.layers[0].keys[0],), (cache.layers[0].values[0],))
 
 
-def test_a_layer_that_does_not_turn_as_its_module_says_is_found() -> None:
+def test_a_layer_that_does_not_rotate_as_its_module_says_is_refused() -> None:
     model = llama(3, 3)
     layer = model.model.layers[1].self_attn
     layer.register_forward_pre_hook(without_position, with_kwargs=True)
@@ -147,7 +147,7 @@ def without_position(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
 
-def test_a_cache_of_another_shape_than_the_config_says_is_found() -> None:
+def test_a_cache_of_another_shape_than_the_config_is_refused() -> None:
     model = transformers.GPTNeoXForCausalLM(config("GPTNeoX", vocab_size=64, num_key_value_heads=2))
     with pytest.raises(UnsupportedModel, match=r"'gpt_neox': a cache of .*num_kv_heads=4.* the config says .*=2"):
         Rope.of(model)

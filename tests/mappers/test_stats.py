@@ -12,7 +12,7 @@ from mappers.stats import MAX_RUNS, MAX_SHARED, RESOLUTION, STRIP, Moments, take
 def rows(
     count: int, features: int, targets: int, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data far from the origin, where uncentred sums lose their digits."""
+    """Return data far from the origin, where uncentred sums lose precision."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, features, generator=generator, dtype=dtype) + 1000
     return x, torch.randn(count, targets, generator=generator, dtype=dtype) - 500
@@ -32,7 +32,7 @@ def assert_equal(left: Moments, right: Moments) -> None:
     torch.testing.assert_close(left.gram(), right.gram(), rtol=1e-9, atol=1e-9)
 
 
-def test_streamed_moments_are_the_definition() -> None:
+def test_streamed_moments_match_the_definition() -> None:
     x, y = rows(300, STRIP + 40, 7)
     moments = moments_of(x, y, 1, 99, 0, 200)
     x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
@@ -42,8 +42,8 @@ def test_streamed_moments_are_the_definition() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_fewer_digits_are_as_right_as_they_say(dtype: torch.dtype) -> None:
-    """Of columns far from the origin, of rows that come in parts whose means differ."""
+def test_products_of_lower_precision_are_within_their_resolution(dtype: torch.dtype) -> None:
+    """For columns far from the origin, and batches whose means differ."""
     x, y = rows(3000, STRIP + 40, 7, torch.float32)
     x[1000:] += 5
     x, y = x.to(dtype), y.to(dtype)
@@ -65,7 +65,7 @@ def test_merged_moments_equal_one_pass() -> None:
     assert_equal(left, moments_of(x, y, 200))
 
 
-def test_a_weight_is_so_many_rows() -> None:
+def test_a_weight_counts_as_repeated_rows() -> None:
     x, y = rows(60, 8, 3)
     times = torch.randint(1, 4, (60,), generator=torch.Generator().manual_seed(0))
     weighted, other = Moments(8, 3), Moments(8, 3)
@@ -81,7 +81,7 @@ def test_a_weight_is_so_many_rows() -> None:
     assert repeated.effective == repeated.count
 
 
-def test_a_gram_that_was_read_goes_on_growing() -> None:
+def test_a_gram_matrix_can_grow_after_access() -> None:
     x, y = rows(90, STRIP + 30, 2)
     moments = moments_of(x[:30], y[:30], 30)
     moments.gram()
@@ -90,32 +90,32 @@ def test_a_gram_that_was_read_goes_on_growing() -> None:
     assert_equal(moments, moments_of(x, y, 90))
 
 
-def test_merging_into_nothing_is_a_copy() -> None:
+def test_merging_into_empty_moments_is_a_copy() -> None:
     x, y = rows(50, 6, 2)
     empty, full = Moments(6, 2), moments_of(x, y, 50)
     empty.merge(full)
     assert_equal(empty, full)
 
 
-def test_a_selection_is_what_fewer_columns_would_have_given() -> None:
+def test_a_selection_equals_moments_of_those_columns() -> None:
     x, y = rows(80, 10, 6)
     features, targets = torch.tensor([1, 4, 7]), torch.tensor([5, 0])
     assert_equal(moments_of(x, y, 80).select(features, targets), moments_of(x[:, features], y[:, targets], 80))
 
 
 @pytest.mark.parametrize("columns", [range(3, 9), range(0, 3 * MAX_RUNS, 2), [5, 1, 2, 9]])
-def test_columns_are_taken_however_they_lie(columns: Sequence[int]) -> None:
+def test_columns_are_taken_in_any_order(columns: Sequence[int]) -> None:
     x, _ = rows(4, 4 * MAX_RUNS, 1)
     assert torch.equal(take_columns(x, torch.tensor(columns)), x[:, list(columns)])
 
 
 @pytest.mark.parametrize(("num_features", "is_kept"), [(3, True), (MAX_SHARED + 1, False)])
-def test_what_is_made_of_many_features_is_not_kept(num_features: int, is_kept: bool) -> None:
+def test_results_for_many_features_are_not_cached(num_features: int, is_kept: bool) -> None:
     moments = Moments(num_features, 1)
     assert (moments.of_features("key", object) is moments.of_features("key", object)) is is_kept
 
 
-def test_memory_is_as_announced() -> None:
+def test_memory_matches_bytes_for() -> None:
     moments = Moments(20, 30)
     tensors = (moments.mean_x, moments.mean_y, moments.xx, moments.xy, moments.yy)
     assert Moments.bytes_for(20, 30) == sum(tensor.numel() * 8 for tensor in tensors)

@@ -1,5 +1,8 @@
-"""What must hold before any figure counts, for every architecture: the cache is read as the model has it, put back it
-gives the model's own predictions, moved it is what a prefill there gives, and without it predictions change."""
+"""Requirements on every architecture.
+
+The cache equals the model's own; restored, it gives the model's own predictions; moved, it equals a prefill at the new
+position; and predictions depend on it.
+"""
 
 from __future__ import annotations
 
@@ -36,37 +39,37 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 @torch.no_grad()
 def native(model: Any) -> Tensor:
-    """The model's own log-probabilities of what follows each token behind the prefix, by one forward pass."""
+    """Return the model's own log-probabilities after each token past the prefix, from one forward pass."""
     logits: Tensor = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
     return logits[0, PREFIX:].float().log_softmax(-1)
 
 
 def on(model: Any, cache: KVCache) -> Tensor:
-    """The same, read on over a cache of the prefix."""
+    """Return the same over a cache of the prefix."""
     return log_probs(model, run(model, TOKENS[PREFIX:], cache)[1])
 
 
 @every_architecture
-def test_a_cache_is_what_the_model_keeps(name: str) -> None:
+def test_a_cache_equals_the_models_own(name: str) -> None:
     model = model_of(name)
     cache = prefill(model, TOKENS)
     assert cache.geometry == geometry_of(model.config) == geometry_of(model.config.to_dict())
     own = model(input_ids=torch.tensor([TOKENS]), use_cache=True).past_key_values
     kept = [len(layer.keys[0, 0]) for layer in own.layers]
     assert set(kept) <= {ALL, WINDOW - 1} and cache.num_tokens == ALL
-    for layer, length in enumerate(kept):  # of a layer that slides the model keeps the window only
+    for layer, length in enumerate(kept):  # the model keeps only the window of sliding layers
         for states, theirs in ((cache.keys, own.layers[layer].keys), (cache.values, own.layers[layer].values)):
             assert (states[layer][:, -length:] - theirs[0]).abs().max() <= TOLERANCE
 
 
 @every_architecture
-def test_the_cache_put_back_gives_the_models_own_predictions(name: str) -> None:
+def test_a_restored_cache_gives_the_models_own_predictions(name: str) -> None:
     model = model_of(name)
     assert (on(model, prefill(model, TOKENS[:PREFIX])) - native(model)).abs().max() <= TOLERANCE
 
 
 @every_architecture
-def test_an_identity_that_strips_and_turns_changes_nothing(name: str) -> None:
+def test_an_identity_map_changes_nothing(name: str) -> None:
     model = model_of(name)
     width = geometry_of(model.config).width
     mapped = linear_mapper(model, model, lambda kind, layer: torch.eye(width)).map(prefill(model, TOKENS[:PREFIX]))
@@ -74,8 +77,8 @@ def test_an_identity_that_strips_and_turns_changes_nothing(name: str) -> None:
 
 
 @every_architecture
-def test_an_oracle_is_exact(name: str) -> None:
-    """From a cache of another shape under another RoPE that holds the same, mixed by matrices that are known."""
+def test_a_known_linear_map_is_exact(name: str) -> None:
+    """Map from a cache of another shape and RoPE with the same content, mixed by known matrices."""
     target, source = model_of(name), model_of("llama", num_key_value_heads=4, head_dim=20)
     cache = prefill(target, TOKENS[:PREFIX])
     disguised, unmixing = disguise(cache, Rope.of(target), Rope.of(source), geometry_of(source.config))
@@ -84,14 +87,14 @@ def test_an_oracle_is_exact(name: str) -> None:
 
 
 def moved(rope: Rope, cache: KVCache, start: int) -> KVCache:
-    """As if its tokens stood from position `start` on."""
+    """Return the cache with its tokens moved to positions from `start` on."""
     plain = KVCache(rope.strip_cache(cache).keys, cache.values, start)
     keys = tuple(rope.apply(key, plain.positions, layer) for layer, key in enumerate(plain.keys))
     return KVCache(keys, plain.values, start)
 
 
 @every_architecture
-def test_a_cache_moved_is_a_prefill_there(name: str) -> None:
+def test_a_moved_cache_equals_a_prefill_at_its_position(name: str) -> None:
     model = model_of(name)
     there, _ = run(model, TOKENS[:50], start=70)
     assert largest_difference(moved(Rope.of(model), prefill(model, TOKENS[:50]), 70), there) <= TOLERANCE
@@ -100,18 +103,18 @@ def test_a_cache_moved_is_a_prefill_there(name: str) -> None:
 
 
 @every_architecture
-def test_without_the_cache_predictions_change(name: str) -> None:
+def test_predictions_depend_on_the_cache(name: str) -> None:
     model = model_of(name)
     cache = prefill(model, TOKENS[:PREFIX])
     assert (on(model, zeroed(cache)) - native(model)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "olmo3"])
-def test_a_window_hides_what_is_behind_it(name: str) -> None:
-    """A full cache is read as the model means it: in layers that slide, nothing before the window matters."""
+def test_a_window_hides_the_tokens_outside(name: str) -> None:
+    """In sliding layers of a full cache, tokens before the window have no effect."""
     model = model_of(name)
     cache = prefill(model, TOKENS[:PREFIX])
-    hidden = PREFIX - WINDOW + 1  # positions that no window of a token behind the prefix reaches
+    hidden = PREFIX - WINDOW + 1  # positions outside the window of every token after the prefix
     sliding = {i for i, kind in enumerate(getattr(model.config, "layer_types", None) or [""] * 3) if kind[:4] != "full"}
 
     def blanked(kind: Kind) -> tuple[Tensor, ...]:
@@ -125,7 +128,7 @@ def test_a_window_hides_what_is_behind_it(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_rounded_cache_maps_as_well_as_it_is_rounded(name: str, dtype: torch.dtype) -> None:
+def test_a_rounded_cache_is_mapped_within_its_rounding(name: str, dtype: torch.dtype) -> None:
     model = model_of(name)
     cache = prefill(model, TOKENS[:PREFIX])
     rounded = KVCache(tuple(k.to(dtype) for k in cache.keys), tuple(v.to(dtype) for v in cache.values))
@@ -134,11 +137,11 @@ def test_a_rounded_cache_maps_as_well_as_it_is_rounded(name: str, dtype: torch.d
     assert largest_difference(identity.map(rounded), cache) <= torch.finfo(dtype).eps * largest
 
 
-def test_a_model_in_half_precision_turns_its_keys_as_well() -> None:
+def test_rope_is_verified_on_models_in_half_precision() -> None:
     assert Rope.of(model_of("gemma3", seed=3).to(torch.bfloat16)).tables == (0, 1, 0)
 
 
-def test_beyond_a_change_of_factors_nothing_is_read() -> None:
+def test_positions_beyond_a_change_of_factors_are_refused() -> None:
     model = model_of("phi3")
     limit = CONTEXT // 2
     assert context_of(model.config) == limit
@@ -156,22 +159,22 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_any_two_of_them_are_fitted_and_mapped(pair: str, tmp_path: Path) -> None:
+def test_any_two_architectures_can_be_mapped(pair: str, tmp_path: Path) -> None:
     models = [model_of(name, seed=1, **changes) for name, changes in PAIRS[pair]]
     for model, folder in zip(models, ("source", "target"), strict=True):
         model.save_pretrained(tmp_path / folder)
-    documents = random_documents(12, CONTEXT // 2 + 20, seed=1)  # of which phi3 reads what it turns alike
+    documents = random_documents(12, CONTEXT // 2 + 20, seed=1)  # of which phi3 uses the part before its RoPE changes
     mapper = fit_with(tmp_path / "source", tmp_path / "target", documents, layers=1, precision="float32", data="noise")
     cache = prefill(models[0], TOKENS[:PREFIX])
     mapped = mapper.map(cache)
     assert mapped.geometry == geometry_of(models[1].config)
     distance = (native(models[1]) - on(models[1], mapped)).abs()
-    assert TOLERANCE < distance.max() < distance.new_tensor(torch.inf)  # two strangers: a map, but no exact one
+    assert TOLERANCE < distance.max() < distance.new_tensor(torch.inf)  # unrelated models: a map, but not an exact one
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
 def test_a_planted_map_is_recovered(name: str, tmp_path: Path) -> None:
-    """Two models of one function, the values of one multiplied by matrices that its output projection undoes."""
+    """Two models of the same function; values of one are multiplied by matrices that its output projection undoes."""
     target = model_of(name, seed=2)
     twin = with_other_values(name)
     for model, folder in ((twin, "source"), (target, "target")):

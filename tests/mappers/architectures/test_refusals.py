@@ -1,4 +1,4 @@
-"""What can't be mapped is refused with the reason, by its config alone: nothing is loaded to find out."""
+"""Unsupported models are refused with the reason by their config alone, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def describe(config: PreTrainedConfig) -> None:
-    """All that is asked of a config before a model is loaded."""
+    """Run every check of a config before a model is loaded."""
     geometry_of(config.to_dict())
     context_of(config)
     Rope.from_config(config.to_dict())
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_the_reason(name: str) -> None:
+def test_an_unsupported_model_is_refused_with_the_reason(name: str) -> None:
     family, settings, reason = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=reason):
         describe(getattr(transformers, f"{family}Config")(**settings))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Gemma3Text", "Granite", "Mixtral", "Falcon", "Olmo2", "Phi"])
-def test_its_neighbours_are_not(family: str) -> None:
+def test_supported_models_are_accepted(family: str) -> None:
     describe(getattr(transformers, f"{family}Config")())
 
 
@@ -65,6 +65,6 @@ def test_its_neighbours_are_not(family: str) -> None:
         ({"rope_parameters": {"rope_type": "new", "rope_theta": 1.0}}, "no model of model_type 'llama': 'new'"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         Rope.from_config(transformers.LlamaConfig().to_dict() | changes)

@@ -29,7 +29,7 @@ from mappers.rope import Rope
 
 VOCABULARY = 64
 CONTEXT = 256
-WINDOW = 24  # of the layers that slide: much shorter than the prefixes of the tests
+WINDOW = 24  # of sliding layers; much shorter than the prefixes of the tests
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model whose predictions depend on what it reads (the wide initialisation sees to that)."""
+    """Build a random model whose predictions depend on its input, thanks to a wide initialisation."""
     family, settings = ARCHITECTURES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**SIZES | settings | changes)
@@ -77,14 +77,14 @@ def model_of(name: str, seed: int = 0, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
-                parameter.normal_(std=0.3)  # biases and norms start at nothing, and would be tested for nothing
+                parameter.normal_(std=0.3)  # biases start at 0 and norms at 1, which would leave them untested
             elif parameter.ndim == 1:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.1)
     return model
 
 
 def linear_mapper(source: Any, target: Any, matrix: Callable[[str, int], Tensor]) -> Mapper:
-    """Target layer i from source layer i by `matrix(kind, i)`, (source width, target width); RoPE of both models."""
+    """Map target layer i from source layer i by `matrix(kind, i)` (source width, target width), with both RoPEs."""
     cards = card(source), card(target)
     weights: dict[str, Tensor] = {}
     specs = []
@@ -127,7 +127,7 @@ def card(model: Any) -> ModelCard:
 
 
 def disguise(cache: KVCache, rope: Rope, other: Rope, shape: KVGeometry, seed: int = 0) -> tuple[KVCache, Any]:
-    """A cache of another shape, turned by another RoPE, that holds what `cache` does; and the matrices that undo it.
+    """Return a cache of another shape and RoPE with the content of `cache`, and the matrices that undo it.
 
     Each layer is multiplied by a random matrix (width, other width), which has a left inverse as the other is wider.
     """

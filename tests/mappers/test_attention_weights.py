@@ -14,20 +14,20 @@ from tests.mappers.pairs import fit_with, largest_difference, llama, random_docu
 (DOCUMENT,) = random_documents(1, 40)
 
 
-def test_attention_received_is_that_of_the_model_itself() -> None:
-    """Read in two pieces, against the weights that the model gives when it computes them eagerly."""
+def test_attention_received_matches_the_model_output() -> None:
+    """Prefill in two chunks; compare with the weights that the model's eager attention returns."""
     eager = llama(1, 3, attn_implementation="eager")
     attentions = torch.stack(eager(torch.tensor([DOCUMENT]), output_attentions=True).attentions)[:, 0].double()
-    paid = attentions.mean((0, 1)) * torch.arange(1, 41)[:, None]  # in multiples of an equal share
+    paid = attentions.mean((0, 1)) * torch.arange(1, 41)[:, None]  # relative to uniform attention
     expected = [float(paid[i + 1 :, i].mean()) for i in range(39)]
     model, received = llama(1, 3), AttentionReceived(40)
     with watch_attention(model, received):
         prefill(model, DOCUMENT[25:], prefill(model, DOCUMENT[:25]))
     torch.testing.assert_close(received.mean()[:39], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-5)
-    assert received.mean()[39] == 1  # nobody looks at the last
+    assert received.mean()[39] == 1  # no token attends to the last one
 
 
-def test_a_watched_model_computes_the_same_and_is_left_as_it_was() -> None:
+def test_watching_does_not_change_the_model() -> None:
     model = llama(1, 3)
     alone, heard = prefill(model, DOCUMENT), list[AttentionCall]()
     with watch_attention(model, heard.append):
@@ -38,7 +38,7 @@ def test_a_watched_model_computes_the_same_and_is_left_as_it_was() -> None:
     assert len(heard) == 6 and model.config._attn_implementation == "sdpa"
 
 
-def test_all_tokens_attended_alike_weigh_the_same() -> None:
+def test_uniform_attention_gives_equal_weights() -> None:
     received = AttentionReceived(6)
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     received(AttentionCall(0, torch.zeros(2, 6, 4), torch.zeros(1, 6, 4), torch.zeros(1, 6, 4), causal, 1.0))
@@ -46,7 +46,7 @@ def test_all_tokens_attended_alike_weigh_the_same() -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
-def test_weights_are_shrunk_to_the_share_and_no_further(share: float) -> None:
+def test_weights_are_shrunk_exactly_to_the_effective_share(share: float) -> None:
     raw = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 8
     weights = shrink_weights(raw, share)
     effective = float(weights.sum() ** 2 / weights.square().sum()) / 100
@@ -57,7 +57,7 @@ def test_weights_are_shrunk_to_the_share_and_no_further(share: float) -> None:
     torch.testing.assert_close(shrink_weights(mild, 0.5), mild / mild.mean())
 
 
-def test_weighted_tokens_make_another_map(folders: dict[str, Path], documents: list[list[int]]) -> None:
+def test_weighting_changes_the_map(folders: dict[str, Path], documents: list[list[int]]) -> None:
     even = fit_with(folders["other"], folders["large"], documents, layers=1)
     weighted = fit_with(
         folders["other"], folders["large"], documents, layers=1, weighting="attention", effective_share=0.8
@@ -73,7 +73,7 @@ def test_weighted_tokens_make_another_map(folders: dict[str, Path], documents: l
 
 
 def test_unequal_weights_count_as_fewer_tokens(folders: dict[str, Path]) -> None:
-    """8 of 9 documents are fitted, 128 tokens behind their heads, of which 126 are asked for."""
+    """8 of 9 documents are for training, with 128 tokens after their heads; 126 are needed."""
     given: dict[str, Any] = {"layers": 1, "weighting": "attention", "tokens_per_feature": 7.9}
     fit_with(folders["other"], folders["large"], random_documents(9, 20), effective_share=1.0, **given)
     with pytest.raises(CalibrationTooSmall, match="tokens for 16 features; at least 126 are needed"):
@@ -88,7 +88,7 @@ def test_unequal_weights_count_as_fewer_tokens(folders: dict[str, Path]) -> None
         ({"effective_share": 1.5}, "effective_share is 1.5"),
     ],
 )
-def test_weightings_that_make_no_sense_are_refused(
+def test_invalid_weightings_are_refused(
     folders: dict[str, Path], documents: list[list[int]], settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(MapperError, match=message):

@@ -1,4 +1,4 @@
-"""Precisions `mixed` and `bfloat16`: halves where they cost little, float32 where they would cost more."""
+"""Precisions `mixed` and `bfloat16`: half precision where it costs little, float32 elsewhere."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def in_precision(mapper: Mapper, precision: str) -> Manifest:
 
 
 @by_precision
-def test_outputs_that_bear_it_are_halved_and_others_are_not(
+def test_only_outputs_that_tolerate_it_are_halved(
     twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]], precision: str, half: torch.dtype
 ) -> None:
-    """All but one miss something, beside which the rounding is nothing."""
+    """All outputs but one have an error that is large compared with the rounding."""
     noise = torch.Generator().manual_seed(0)
     blurred = {
         name: tensor + 0.1 * torch.randn(tensor.shape, generator=noise) if name.endswith(".weight") else tensor
@@ -67,7 +67,7 @@ def test_all_parts_of_an_output_are_halved(
     assert {tensor.dtype for name, tensor in weights.items() if name.endswith((".weight", ".up"))} == {half}
 
 
-def test_what_a_half_can_not_hold_is_left_whole(
+def test_weights_that_overflow_half_precision_are_kept(
     whole: Mapper, models: tuple[Any, Any], documents: list[list[int]]
 ) -> None:
     spoilt = dict(whole.weights)
@@ -77,7 +77,7 @@ def test_what_a_half_can_not_hold_is_left_whole(
 
 
 @by_precision
-def test_a_map_that_misses_nothing_is_left_whole(
+def test_an_exact_map_is_kept_in_float32(
     twin_mapper: Mapper, folders: dict[str, Path], documents: list[list[int]], precision: str, half: torch.dtype
 ) -> None:
     models = load_model(folders["twin"]), load_model(folders["large"])
@@ -88,7 +88,7 @@ def test_a_map_that_misses_nothing_is_left_whole(
 
 @by_precision
 def test_halves_are_summed_in_float32(whole: Mapper, precision: str, half: torch.dtype) -> None:
-    """Products of halves exceed what a float16 holds, and have more digits than either half; so must the sum."""
+    """Products of halves exceed the range of float16 and the digits of both halves; so must their sum."""
     manifest = in_precision(whole, precision)
     last = "up" if manifest.method == "lowrank" else "weight"
     scaled = {name: 100 * tensor if name.endswith(last) else tensor for name, tensor in whole.weights.items()}

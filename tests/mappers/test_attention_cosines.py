@@ -22,7 +22,7 @@ def model(folders: dict[str, Path]) -> Any:
 
 
 def attention_outputs(model: Any, layer: int, ids: list[int], past: KVCache) -> torch.Tensor:
-    """What goes into a layer's output projection, (T, heads, D): read off the module."""
+    """Return the input of a layer's output projection, (T, heads, D), recorded from the module."""
     seen: list[torch.Tensor] = []
     hook = model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     run(model, ids, past)
@@ -30,33 +30,33 @@ def attention_outputs(model: Any, layer: int, ids: list[int], past: KVCache) -> 
     return seen[0][0].view(len(ids), 2 * KV_HEADS, -1)
 
 
-def test_the_attention_over_a_stand_in_is_that_of_a_cache_that_holds_it(model: Any) -> None:
+def test_attention_over_a_stand_in_equals_that_over_the_mixed_cache(model: Any) -> None:
     native = prefill(model, TOKENS[:60])
     stand_in = random_cache(4, 50, seed=3, start=5)
     with compare_attention(model, [stand_in]) as (found,):
         watched = run(model, TOKENS[60:70], native)[1]
     assert found.mean.shape == (4, 4)
     mixed = KVCache.concatenate([native.slice(0, 5), stand_in, native.slice(55, 60)])
-    # In the first layer the queries do not depend on the cache, so that a plain run over the mixed one tells all.
-    ours, theirs = (attention_outputs(model, 0, TOKENS[60:70], past) for past in (native, mixed))
-    expected = torch.cosine_similarity(ours, theirs, dim=-1).mean(0)
+    # In the first layer the queries do not depend on the cache, so a plain run over the mixed one gives the answer.
+    native_outputs, mixed_outputs = (attention_outputs(model, 0, TOKENS[60:70], past) for past in (native, mixed))
+    expected = torch.cosine_similarity(native_outputs, mixed_outputs, dim=-1).mean(0)
     assert torch.allclose(found.mean[0], expected, atol=1e-5) and float(expected.max()) < 0.99
     assert torch.equal(watched, run(model, TOKENS[60:70], native)[1])
 
 
-def test_another_model_is_not_watched_and_the_hook_is_gone_behind(model: Any, folders: dict[str, Path]) -> None:
+def test_only_the_given_model_is_watched_and_the_hook_is_removed(model: Any, folders: dict[str, Path]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with pytest.raises(KeyboardInterrupt), compare_attention(model, [random_cache(4, 5)]) as (found,):
         run(load_model(folders["other"]), TOKENS[:10])
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError):  # nothing to stack
+    with pytest.raises(RuntimeError):  # nothing was recorded
         found.mean.sum()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
-def test_an_attention_that_can_not_be_watched_is_named(folders: dict[str, Path]) -> None:
+def test_an_unsupported_attention_implementation_is_named(folders: dict[str, Path]) -> None:
     model = load_model(folders["large"])
     model.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModel, match="attention implementation 'eager' cannot be watched; allowed: .*sdpa"):
@@ -64,7 +64,7 @@ def test_an_attention_that_can_not_be_watched_is_named(folders: dict[str, Path])
             pass
 
 
-def test_what_is_continued_is_what_the_model_generates(model: Any) -> None:
+def test_greedy_generation_equals_that_of_the_model(model: Any) -> None:
     generated = model.generate(
         torch.tensor([TOKENS[:40]]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
     )
@@ -75,7 +75,7 @@ def test_agreement_counts_equal_places() -> None:
     assert agreement([1, 2, 3, 4], [1, 0, 3, 0]) == 0.5
 
 
-def test_an_exact_map_is_told_from_a_poor_one_by_attention_and_by_words(
+def test_attention_and_generation_distinguish_an_exact_map_from_a_poor_one(
     twin_mapper: Mapper, sibling_mapper: Mapper, folders: dict[str, Path]
 ) -> None:
     protocol = QualityProtocol(lengths=(40, 60), num_documents=2, head=4, tail=8, scored=16, greedy=12)
@@ -85,7 +85,7 @@ def test_an_exact_map_is_told_from_a_poor_one_by_attention_and_by_words(
     poor = evaluate_one(sibling_mapper, load_model(folders["sibling"]), target, documents, protocol)
     assert [row.layer for row in exact.attention] == [0, 1, 2, 3]
     assert all(row.min > 0.999 and row.min <= row.mean for row in exact.attention)
-    assert min(row.mean for row in poor.attention[:2]) > 0.999  # copied
+    assert min(row.mean for row in poor.attention[:2]) > 0.999  # copied layers
     assert max(row.mean for row in poor.attention[2:]) < 0.99
     assert exact.greedy is not None and poor.greedy is not None
     assert (exact.greedy.tokens, exact.greedy.generations) == (12, 4)

@@ -11,7 +11,7 @@ FULL = OSError(28, "No space left on device", "/x")
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "told"),
+    ("raised", "status", "output"),
     [
         (None, 0, ""),
         (DataUnreadable("cannot read x"), 1, "kvrelay fit: cannot read x\n"),
@@ -19,29 +19,29 @@ FULL = OSError(28, "No space left on device", "/x")
         (KeyboardInterrupt(), 130, "kvrelay fit: interrupted\n"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_a_status(
-    capsys: pytest.CaptureFixture[str], raised: BaseException | None, status: int, told: str
+def test_user_errors_print_one_line_and_set_the_status(
+    capsys: pytest.CaptureFixture[str], raised: BaseException | None, status: int, output: str
 ) -> None:
     assert run("fit", lambda: _raise(raised)) == status
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == output
 
 
-def test_a_bug_is_no_such_line() -> None:
+def test_other_errors_propagate() -> None:
     with pytest.raises(ZeroDivisionError):
         run("fit", lambda: _raise(ZeroDivisionError()))
 
 
-def test_an_interrupt_tells_what_the_next_run_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_names_the_file_to_resume_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
-        with resumable(kept):
+        with resumable(file):
             raise KeyboardInterrupt
 
-    kept = tmp_path / "kept"
+    file = tmp_path / "file"
     assert run("eval", work) == 130
     assert capsys.readouterr().err == "kvrelay eval: interrupted; nothing was saved\n"
-    kept.touch()
+    file.touch()
     assert run("eval", work) == 130
-    assert capsys.readouterr().err == f"kvrelay eval: interrupted; the same command resumes from {kept}\n"
+    assert capsys.readouterr().err == f"kvrelay eval: interrupted; the same command resumes from {file}\n"
 
 
 def _raise(error: BaseException | None) -> None:
