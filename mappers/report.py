@@ -1,31 +1,32 @@
-"""An evaluation to look at: one HTML page without anything to fetch."""
+"""Reports an evaluation: text tables for the terminal, and one self-contained HTML page (`report.html.jinja`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 from typing import Any
 
-from mappers import plot
+import jinja2
+import leather
+
 from mappers.diagnose import PartScore
 from mappers.manifest import ArmScore, Evaluation
 from mappers.mapper import Mapper
 from mappers.protocol import SPANS
 from mappers.speed import Speed
 
-HYBRID = "ppl ratio, hybrid"
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .8rem; text-align: right }
-td:first-child, th:first-child { text-align: left } tr { border-bottom: 1px solid #ddd }
-svg { width: 100%; max-width: 46rem; font: 11px system-ui, sans-serif } .note { color: #666 }
-"""
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+FIGURES = f"{'ppl ratio':>10}  {'95% interval':<16}{'top-1':>7}{'KL mean':>9}{'KL p95':>9}{'documents':>11}"
+CHART_WIDTH, CHART_HEIGHT = 640, 320
+COLOURS = ("#2166ac", "#b2182b", "#1b7837", "#762a83", "#e08214", "#35978f", "#7f7f7f")
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class EvaluatedBundle:
-    """One bundle with all that was measured of it. `name` is what it was asked for by, so that no two are alike."""
+    """One bundle with its measurements. `name` is as the user gave it, so that names differ."""
 
     name: str
     mapper: Mapper
@@ -33,8 +34,12 @@ class EvaluatedBundle:
     speed: Speed | None = None
 
     @property
+    def hybrid(self) -> ArmScore | None:
+        return self.evaluation.arm("hybrid")
+
+    @property
     def cosine(self) -> float | None:
-        """Of the attention's outputs, mean over layers."""
+        """Cosine of attention outputs, mean over layers."""
         layers = self.evaluation.attention
         return sum(layer.mean for layer in layers) / len(layers) if layers else None
 
@@ -45,127 +50,152 @@ class EvaluatedBundle:
 
 
 def diagnosis_json(rows: Sequence[PartScore]) -> list[dict[str, Any]]:
-    """A diagnosis as JSON."""
     return [{"by": row.by, "part": row.part, **row.score.model_dump(mode="json")} for row in rows]
 
 
-def page(judged: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore] = ()) -> str:
-    """The whole report; `diagnosis` is that of the first bundle."""
-    sections = [_heading(judged[0]), _compared(judged)] if len(judged) > 1 else [_heading(judged[0])]
-    sections += [_arms(each) for each in judged]
-    sections += [_by_length(judged), _by_layer(judged), _by_distance(judged, diagnosis), _by_time(judged)]
-    sections.append(_diagnosed(diagnosis))
-    body = "\n".join(section for section in sections if section)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>kvrelay eval</title>'
-        f"<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
+# The HTML page.
 
 
-def _heading(first: EvaluatedBundle) -> str:
-    manifest, evaluation = first.mapper.manifest, first.evaluation
-    return (
-        f"<h1>{escape(manifest.source.name)} to {escape(manifest.target.name)}</h1>"
-        f'<p class="note">{escape(evaluation.data)}; head {evaluation.head} and tail {evaluation.tail} read natively, '
-        f"{evaluation.scored} tokens scored behind each prefix. Ratios are to the target's own cache: 1 is perfect."
-        "</p>"
-    )
+def page(bundles: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore] = ()) -> str:
+    """Render the report of one or more bundles; `diagnosis` is that of the first. Nothing is loaded by the page."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(bundles=bundles, diagnosis=diagnosis, charts=_charts(bundles, diagnosis))
 
 
-def _compared(judged: Sequence[EvaluatedBundle]) -> str:
-    names = ("bundle", "method", "ppl ratio, hybrid", "top-1", "KL p95", "cosine", "MB", "ms per 1,024", "of peak")
-    return "<h2>Side by side</h2>" + _table(names, [_cells(each) for each in judged])
-
-
-def _cells(each: EvaluatedBundle) -> list[str]:
-    score = each.evaluation.arm("hybrid")
-    quality = [f"{score.ppl_ratio:.4f}", f"{score.top1:.3f}", f"{score.kl_p95:.3f}"] if score else ["", "", ""]
-    cosine = "" if each.cosine is None else f"{each.cosine:.4f}"
-    speed = [f"{each.speed.ms_per_1024:.1f}", f"{each.speed.share_of_peak:.0%}"] if each.speed else ["", ""]
-    return [each.name, each.mapper.manifest.method, *quality, cosine, f"{each.mapper.weight_bytes / 1e6:.2f}", *speed]
-
-
-def _arms(each: EvaluatedBundle) -> str:
-    names = ("arm", "ppl ratio", "95% interval", "top-1", "KL mean", "KL p95", "documents")
-    rows = [[score.arm, *_figures(score)] for score in each.evaluation.arms]
-    for at in each.evaluation.lengths:
-        rows += [[f"hybrid {at.length}", *_figures(score)] for score in at.arms if score.arm == "hybrid"]
-    greedy = each.evaluation.greedy
-    note = (
-        f"<p>Of {greedy.tokens} tokens generated freely, {greedy.agreement:.1%} agree; {greedy.identical:.0%} of "
-        f"{greedy.generations} generations are identical.</p>"
-        if greedy
-        else ""
-    )
-    return f"<h2>{escape(each.name)}: {escape(each.mapper.manifest.method)}</h2>" + _table(names, rows) + note
-
-
-def _by_length(judged: Sequence[EvaluatedBundle]) -> str:
-    def found(each: EvaluatedBundle) -> list[plot.Point]:
-        rows = [(at.length, score) for at in each.evaluation.lengths for score in at.arms if score.arm == "hybrid"]
-        return [(length, score.ppl_ratio) for length, score in rows]
-
-    return _plotted("By prefix length", {each.name: found(each) for each in judged}, "tokens of prefix", HYBRID)
-
-
-def _by_layer(judged: Sequence[EvaluatedBundle]) -> str:
-    """The mean of every bundle; of one alone, its worst head as well."""
-    series = {each.name: [(row.layer, row.mean) for row in each.evaluation.attention] for each in judged}
-    if len(judged) == 1:
-        series["its worst head"] = [(row.layer, row.min) for row in judged[0].evaluation.attention]
-    return _plotted("Attention by layer", series, "target layer", "cosine of outputs")
-
-
-def _by_distance(judged: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore]) -> str:
-    """What the attention makes of it; where it was diagnosed, what it costs as well."""
-    cosines = {
-        each.name: [(SPANS[row.distance][0], row.mean) for row in each.evaluation.by_distance] for each in judged
+def _charts(bundles: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore]) -> list[tuple[str, str]]:
+    """Return the title and SVG of every chart with data."""
+    layers: dict[str, Points] = {
+        each.name: [(row.layer, row.mean) for row in each.evaluation.attention] for each in bundles
     }
-    rows = [row for row in diagnosis if row.by == "distance"]
-    costs = {"mapped alone": [(SPANS[row.part][0], row.score.ppl_ratio) for row in rows]}
-    where = "tokens before the native tail"
-    return _plotted("Attention by distance", cosines, where, "cosine of outputs") + _plotted(
-        "By distance", costs, where, "ppl ratio"
-    )
+    if len(bundles) == 1:
+        layers["its worst head"] = [(row.layer, row.min) for row in bundles[0].evaluation.attention]
+    lengths: dict[str, Points] = {
+        each.name: [
+            (at.length, score.ppl_ratio)
+            for at in each.evaluation.lengths
+            for score in at.arms
+            if score.arm == "hybrid"
+        ]
+        for each in bundles
+    }
+    distances: dict[str, Points] = {
+        each.name: [(SPANS[row.distance][0], row.mean) for row in each.evaluation.by_distance] for each in bundles
+    }
+    losses = [(SPANS[row.part][0], row.score.ppl_ratio) for row in diagnosis if row.by == "distance"]
+    times: dict[str, Points] = {
+        each.name: [(each.speed.ms_per_1024, each.hybrid.ppl_ratio)]
+        for each in bundles
+        if each.speed and each.hybrid
+    }
+    ratio, cosine, distance = "ppl ratio, hybrid", "cosine of outputs", "tokens before the native tail"
+    charts: list[tuple[str, dict[str, Points], str, str]] = [
+        ("By prefix length", lengths, "tokens of prefix", ratio),
+        ("Attention by layer", layers, "target layer", cosine),
+        ("Attention by distance", distances, distance, cosine),
+        ("By distance", {"mapped alone": losses}, distance, "ppl ratio"),
+        ("Quality against time", times, "ms of map per 1,024 tokens", ratio),
+    ]
+    return [(title, chart(series, x, y)) for title, series, x, y in charts if any(series.values())]
 
 
-def _by_time(judged: Sequence[EvaluatedBundle]) -> str:
-    series = {}
-    for each in judged:
-        score = each.evaluation.arm("hybrid")
-        if score and each.speed:
-            series[each.name] = [(each.speed.ms_per_1024, score.ppl_ratio)]
-    return _plotted("Quality against time", series, "ms of map per 1,024 tokens", HYBRID, plot.points)
+def chart(series: Mapping[str, Points], x_name: str, y_name: str) -> str:
+    """Draw each series as a line, or as a dot if it has one point; inline SVG."""
+    drawing = leather.Chart()
+    drawing.add_x_axis(name=x_name)
+    drawing.add_y_axis(name=y_name)
+    present = {name: points for name, points in series.items() if points}
+    for index, (name, points) in enumerate(present.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        if len(points) > 1:
+            drawing.add_line(points, name=name, stroke_color=colour)
+        else:
+            drawing.add_dots(points, name=name, fill_color=colour, radius=4)
+    drawing.add_x_scale(*_domain([x for points in present.values() for x, _ in points]))
+    drawing.add_y_scale(*_domain([y for points in present.values() for _, y in points]))
+    svg = str(drawing.to_svg(width=CHART_WIDTH, height=CHART_HEIGHT))
+    return svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")  # HTML needs no namespace for inline SVG
 
 
-def _diagnosed(diagnosis: Sequence[PartScore]) -> str:
-    if not diagnosis:
-        return ""
-    names = ("mapped alone", "ppl ratio", "95% interval", "top-1", "KL mean", "KL p95", "documents")
-    rows = [[f"{row.by} {row.part}", *_figures(row.score)] for row in diagnosis]
-    return "<h2>Where the error lies</h2>" + _table(names, rows)
+def _domain(values: Sequence[float]) -> tuple[float, float]:
+    """Return the range of an axis, with a margin if all values are equal."""
+    low, high = min(values), max(values)
+    margin = 0.1 * abs(high) or 1.0
+    return (low - margin, high + margin) if high - low < 1e-9 * max(1.0, abs(high)) else (low, high)
 
 
-def _plotted(
-    title: str,
-    series: Mapping[str, Sequence[plot.Point]],
-    x_name: str,
-    y_name: str,
-    draw: Callable[[Mapping[str, Sequence[plot.Point]], str, str], str] = plot.lines,
-) -> str:
-    """A section with a plot, or nothing where nothing was measured."""
-    found = {name: points for name, points in series.items() if points}
-    return f"<h2>{title}</h2>{draw(found, x_name, y_name)}" if found else ""
+# Text tables.
 
 
-def _figures(score: ArmScore) -> list[str]:
-    interval = f"{score.ppl_low:.3f} to {score.ppl_high:.3f}"
-    documents = "" if score.documents is None else str(score.documents)
-    kl = f"{score.kl_mean:.4f}", f"{score.kl_p95:.4f}"
-    return [f"{score.ppl_ratio:.4f}", interval, f"{score.top1:.3f}", *kl, documents]
+def evaluation_table(evaluation: Evaluation) -> str:
+    """List every arm over all prefix lengths, the served one at each length, then other measurements."""
+    lines = [f"{'arm':<16}{FIGURES}"]
+    lines += [_row(f"{score.arm:<16}", score) for score in evaluation.arms]
+    for at in evaluation.lengths:
+        lines += [_row(f"{f'hybrid {at.length}':<16}", score) for score in at.arms if score.arm == "hybrid"]
+    if evaluation.attention:
+        worst = min(evaluation.attention, key=lambda layer: layer.mean)
+        mean = sum(layer.mean for layer in evaluation.attention) / len(evaluation.attention)
+        lines.append(f"attention output, cosine: mean {mean:.4f}; lowest in layer {worst.layer}: {worst.mean:.4f}")
+    if evaluation.by_distance:
+        cosines = ", ".join(f"{row.distance} {row.mean:.4f}" for row in evaluation.by_distance)
+        lines.append(f"by distance before the native tail: {cosines}")
+    if greedy := evaluation.greedy:
+        lines.append(
+            f"greedy, {greedy.tokens} tokens: {greedy.agreement:.3f} of the tokens agree, {greedy.identical:.2f} of "
+            f"{greedy.generations} generations are identical"
+        )
+    return "\n".join(lines)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+def diagnosis_table(rows: Sequence[PartScore]) -> str:
+    """List the loss from mapping each part alone."""
+    lines = [f"{'mapped alone':<24}{FIGURES}"]
+    lines += [_row(f"{row.by:<10}{row.part:<14}", row.score) for row in rows]
+    return "\n".join(lines)
+
+
+def comparison(bundles: Sequence[EvaluatedBundle]) -> str:
+    """List one line per bundle: quality as served, size, time of the map and its share of the processor's peak."""
+    width = max(len(each.name) for each in bundles) + 2
+    lines = [
+        f"{'bundle':<{width}}{'method':<12}{'hybrid':>8}  {'95% interval':<15}{'top-1':>6}{'KL p95':>8}"
+        f"{'mapped':>8}{'cosine':>8}{'MB':>8}{'ms/1024':>9}{'of peak':>9}"
+    ]
+    for each in bundles:
+        hybrid, mapped = each.hybrid, each.evaluation.arm("mapped")
+        cells = [f"{each.name:<{width}}{each.mapper.manifest.method:<12}"]
+        if hybrid:
+            interval = f"{hybrid.ppl_low:.3f}-{hybrid.ppl_high:.3f}"
+            cells.append(f"{hybrid.ppl_ratio:>8.4f}  {interval:<15}{hybrid.top1:>6.3f}{hybrid.kl_p95:>8.3f}")
+        else:
+            cells.append(f"{'-':>8}  {'-':<15}{'-':>6}{'-':>8}")
+        cells.append(f"{mapped.ppl_ratio:>8.4f}" if mapped else f"{'-':>8}")
+        cells.append(f"{each.cosine:>8.4f}" if each.cosine is not None else f"{'-':>8}")
+        cells.append(f"{each.mapper.weight_bytes / 1e6:>8.2f}")
+        if each.speed:
+            cells.append(f"{each.speed.ms_per_1024:>9.1f}{each.speed.share_of_peak:>9.0%}")
+        lines.append("".join(cells))
+    return "\n".join(lines)
+
+
+def speed_table(measured: Sequence[tuple[str, str, Speed]]) -> str:
+    """List one line per bundle (name, method, speed): milliseconds by tokens, and the share of the peak."""
+    width = max(len(name) for name, _, _ in measured) + 2
+    _, _, first = measured[0]
+    tokens = "".join(f"{length:>9}" for length in first.map_ms)
+    lines = [
+        f"milliseconds by tokens; {first.threads} threads, peak of one large float32 product "
+        f"{max(speed.peak_gflops for _, _, speed in measured):.0f} GFLOPS",
+        f"{'bundle':<{width}}{'method':<12}{tokens}{'ms/1024':>9}{'of peak':>9}",
+    ]
+    for name, method, speed in measured:
+        times = "".join(f"{ms:>9.1f}" for ms in speed.map_ms.values())
+        lines.append(f"{name:<{width}}{method:<12}{times}{speed.ms_per_1024:>9.1f}{speed.share_of_peak:>9.0%}")
+    return "\n".join(lines)
+
+
+def _row(name: str, score: ArmScore) -> str:
+    interval = f"{score.ppl_low:.3f}-{score.ppl_high:.3f}"
+    figures = f"{score.top1:>7.3f}{score.kl_mean:>9.4f}{score.kl_p95:>9.4f}{score.documents:>11}"
+    return f"{name}{score.ppl_ratio:>10.4f}  {interval:<16}{figures}"

@@ -25,8 +25,8 @@ from mappers.compose import compose
 from mappers.families import find_family
 from mappers.manifest import KINDS, Kind, OutputSpec
 from mappers.mapper import Mapper
+from mappers.report import speed_table
 from mappers.speed import measure
-from mappers.tables import speed_table
 from mappers.weights import WholeOutput
 
 Difference = tuple[str, str, str]  # what, in the first bundle, in the second

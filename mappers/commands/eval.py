@@ -41,9 +41,8 @@ from mappers.fingerprint import default_cache_folder, fingerprint, tokenizer_dig
 from mappers.mapper import Mapper
 from mappers.models import load_model, local_folder
 from mappers.protocol import QualityProtocol
-from mappers.report import EvaluatedBundle, diagnosis_json, page
+from mappers.report import EvaluatedBundle, comparison, diagnosis_json, diagnosis_table, evaluation_table, page
 from mappers.speed import measure
-from mappers.tables import comparison, diagnosis_table, evaluation_table
 
 GREEDY_TOKENS = 128
 DIAGNOSIS_DOCUMENTS = 4
