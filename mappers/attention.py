@@ -48,16 +48,11 @@ class AttentionCall:
 
     def weights(self) -> Tensor:
         """Attention weights (query heads, new, all)."""
-        return attention_weights(self.queries, self.keys, self.visible, self.scale)
+        return _softmax(attention_scores(self.queries, self.keys, self.scale), self.visible)
 
 
 Listener = Callable[[AttentionCall], None]
 Attend = Callable[..., Any]  # transformers' signature: (layer module, query, key, value, mask, **options)
-
-
-def attention_weights(queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Return the softmax of the scaled scores, (query heads, new, all)."""
-    return attention_scores(queries, keys, scale).masked_fill_(~visible, -torch.inf).softmax(-1)
 
 
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

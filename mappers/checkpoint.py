@@ -16,7 +16,6 @@ import safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, MapperError
 from mappers.stats import Moments, RowAccumulator
 
@@ -36,7 +35,7 @@ class CheckpointState:
     def of(
         cls,
         accumulators: Sequence[RowAccumulator],
-        finder: CopyFinder,
+        copies: Sequence[Any],
         num_documents: int,
         num_tokens: int,
         digest: str,
@@ -46,10 +45,6 @@ class CheckpointState:
         tensors = {f"{i}.{part}": getattr(moment, part) for i, moment in moments.items() for part in PARTS}
         for (i, j), batch in batches.items():
             tensors |= {f"{i}.{j}.{name}": part for name, part in zip(ROWS, batch.parts, strict=True)}
-        copies = [
-            (kind, layer, source, finder.lost[kind, layer], finder.power[kind, layer])
-            for (kind, layer), source in finder.copies.items()
-        ]
         facts = {
             "counts": [[getattr(each.moments, name) for name in COUNTS if each.moments] for each in accumulators],
             "batches": [len(each.batches) for each in accumulators],
@@ -71,12 +66,6 @@ class CheckpointState:
     @property
     def digest(self) -> str:
         return str(self.facts["digest"])
-
-    def finder(self) -> CopyFinder:
-        finder = CopyFinder({(kind, layer): source for kind, layer, source, _, _ in self.facts["copies"]})
-        for kind, layer, _, lost, power in self.facts["copies"]:
-            finder.lost[kind, layer], finder.power[kind, layer] = lost, power
-        return finder
 
     def fill(self, accumulators: Sequence[RowAccumulator]) -> None:
         """Restore the rows and moments into empty accumulators of the same shapes."""

@@ -21,9 +21,8 @@ from torch import Tensor
 from mappers.attention import AttentionReceived, shrink_weights, watch_attention
 from mappers.cache import KVCache, KVGeometry, rows_of
 from mappers.checkpoint import Checkpoint, CheckpointState
-from mappers.copies import CopyFinder
-from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable
-from mappers.manifest import Block, Kind, Target
+from mappers.errors import CalibrationTooSmall, CheckpointMismatch, DataUnreadable, MapperError
+from mappers.manifest import KINDS, Block, Kind, Target
 from mappers.methods import Layout
 from mappers.methods.hidden import check_projections, projections, record_hidden_states
 from mappers.model_config import context_of, geometry_of
@@ -35,6 +34,8 @@ from mappers.stats import BATCH, Moments, RowAccumulator
 HELD_OUT_EVERY = 8  # documents, from the second on
 MAX_DOCUMENT_TOKENS = 2048
 SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 4, 512  # held-out documents kept as token ids, and max tokens of each
+COPY_TOLERANCE = 1e-5  # relative; float32 states of equal arithmetic may differ this much between runs
+COPY_SAMPLE_TOKENS = 64  # of the first document, compared to find copies
 ROWS_BYTES = 2**30  # max memory of raw rows before they are folded to moments
 
 Progress = Callable[[int, int | None], None]  # tokens done, tokens in total if known
@@ -311,10 +312,12 @@ class _Collector:
         self.num_documents, self.num_tokens = self.num_documents + 1, self.num_tokens + len(ids)
 
     def state(self) -> CheckpointState:
-        return CheckpointState.of(self._accumulators, self.finder, self.num_documents, self.num_tokens, self.digest)
+        return CheckpointState.of(
+            self._accumulators, self.finder.facts(), self.num_documents, self.num_tokens, self.digest
+        )
 
     def restore(self, state: CheckpointState) -> None:
-        self.finder = state.finder()
+        self.finder = CopyFinder.from_facts(state.facts["copies"])
         self.groups = self._empty_groups()
         state.fill(self._accumulators)
         self.num_documents, self.num_tokens, self.digest = state.num_documents, state.num_tokens, state.digest
@@ -337,6 +340,74 @@ class _Collector:
             return []
         max_rows = max_buffered_rows([_group_size(*group, source, layout.target_width) for group in groups])
         return [FeatureGroup(*group, source, layout, self._models[0].device, max_rows) for group in groups]
+
+
+class CopyFinder:
+    """Finds target layers whose keys or values equal those of a source layer, as when a pruned sibling keeps them.
+
+    `copies` gives the source layer of each such target, found in the first document and verified on all others.
+    Copied layers need no fit, no weights and no multiplications.
+    """
+
+    def __init__(self, copies: dict[Target, int]):
+        self.copies = copies
+        self.lost = dict.fromkeys(copies, 0.0)  # sum of squared differences
+        self.power = dict.fromkeys(copies, 0.0)  # sum of squares
+
+    @classmethod
+    def of(cls, first_source: KVCache, first_target: KVCache) -> CopyFinder:
+        """Search the last tokens of the first document's caches for equal layers."""
+        begin = max(0, first_source.num_tokens - COPY_SAMPLE_TOKENS)
+        end = first_source.num_tokens
+        return cls(_equal_layers(first_source.slice(begin, end), first_target.slice(begin, end)))
+
+    @classmethod
+    def from_facts(cls, facts: Sequence[tuple[Kind, int, int, float, float]]) -> CopyFinder:
+        """Restore what `facts` returned."""
+        finder = cls({(kind, layer): source for kind, layer, source, _, _ in facts})
+        for kind, layer, _, lost, power in facts:
+            finder.lost[kind, layer], finder.power[kind, layer] = lost, power
+        return finder
+
+    def facts(self) -> list[tuple[Kind, int, int, float, float]]:
+        """Return everything as JSON values."""
+        return [
+            (kind, layer, source, self.lost[kind, layer], self.power[kind, layer])
+            for (kind, layer), source in self.copies.items()
+        ]
+
+    def update(self, source: KVCache, target: KVCache) -> None:
+        for (kind, layer), source_layer in self.copies.items():
+            wanted, copied = target.of(kind)[layer], source.of(kind)[source_layer]
+            self.lost[kind, layer] += float((wanted - copied).float().square().sum())
+            self.power[kind, layer] += float(wanted.float().square().sum())
+
+    def confirm(self) -> None:
+        """Raise `MapperError` if a layer that was a copy in the first document differs over all documents."""
+        for (kind, layer), source_layer in self.copies.items():
+            error = (self.lost[kind, layer] / max(self.power[kind, layer], 1e-300)) ** 0.5
+            if error > COPY_TOLERANCE:
+                raise MapperError(
+                    f"the {kind} of target layer {layer} equal those of source layer {source_layer} in the first "
+                    f"document, but differ by {error:.1e} over all; allowed: copies=False (kvrelay fit --no-copies)"
+                )
+
+
+def _equal_layers(source: KVCache, target: KVCache) -> dict[Target, int]:
+    if source.keys[0].shape != target.keys[0].shape:
+        return {}
+    found: dict[Target, int] = {}
+    for kind in KINDS:
+        for layer, states in enumerate(target.of(kind)):
+            errors = [_relative_error(states, candidate) for candidate in source.of(kind)]
+            best = min(range(len(errors)), key=errors.__getitem__)
+            if errors[best] < COPY_TOLERANCE:
+                found[kind, layer] = best
+    return found
+
+
+def _relative_error(states: Tensor, candidate: Tensor) -> float:
+    return float((states - candidate).norm() / states.norm().clamp_min(1e-30))
 
 
 @contextmanager

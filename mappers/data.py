@@ -37,18 +37,9 @@ SHARES: dict[Split, int] = {"heal": 60, "calibrate": 20, "tune": 10, "test": 10}
 PLAIN_TEXT = "text"  # role of a plain passage, which is rendered without a chat template
 PASSAGE_CHARACTERS = 12_000
 PIECE_BYTES = 2**20
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-}
+ROLES = dict.fromkeys(("human", "user"), "user")
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant"), "assistant")
+ROLES |= dict.fromkeys(("system", "developer"), "system") | {"tool": "tool"}
 BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
 LONGEST_TOKEN = 12  # characters; a truncated escape or word cannot be distinguished from an invalid one
 

@@ -23,59 +23,19 @@ from mappers.errors import FingerprintMismatch, UnsupportedModel
 
 RECIPE_FILE = "kvrelay.json"
 VOCABULARIES = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))  # older than tokenizer.json
-CONFIG_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-    "max_position_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "hidden_act",
-    "attention_bias",
-    "tie_word_embeddings",
-)
+CONFIG_FIELDS = """
+    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim layer_types
+    sliding_window max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
+    rms_norm_eps layer_norm_eps hidden_act attention_bias tie_word_embeddings
+""".split()
 # Fields added later are hashed only if a config has them, so that models without them keep their fingerprints.
-LATER_FIELDS = (
-    "alibi",
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "clip_qkv",
-    "embedding_multiplier",
-    "final_logit_softcapping",
-    "hidden_activation",
-    "kv_lora_rank",
-    "layer_norm_epsilon",
-    "logit_scale",
-    "logits_scaling",
-    "max_window_layers",
-    "no_rope_layers",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "num_kv_shared_layers",
-    "original_max_position_embeddings",
-    "qk_layernorm",
-    "quantization_config",
-    "query_pre_attn_scalar",
-    "residual_multiplier",
-    "rope_local_base_freq",
-    "rotary_emb_base",
-    "rotary_pct",
-    "sliding_window_pattern",
-    "use_parallel_residual",
-    "use_qk_norm",
-    "use_qkv_bias",
-    "use_sliding_window",
-    "v_head_dim",
-)
+LATER_FIELDS = """
+    alibi attention_multiplier attn_logit_softcapping clip_qkv embedding_multiplier final_logit_softcapping
+    hidden_activation kv_lora_rank layer_norm_epsilon logit_scale logits_scaling max_window_layers no_rope_layers
+    norm_topk_prob num_experts_per_tok num_kv_shared_layers original_max_position_embeddings qk_layernorm
+    quantization_config query_pre_attn_scalar residual_multiplier rope_local_base_freq rotary_emb_base rotary_pct
+    sliding_window_pattern use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window v_head_dim
+""".split()
 
 
 def fingerprint(folder: str | Path, cache_folder: Path | None = None) -> str:

@@ -84,20 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help=f"documents at each length (default {fixed.num_documents}; for --diagnose {DIAGNOSIS_DOCUMENTS})",
     )
-    parser.add_argument(
-        "--controls", type=int, default=fixed.num_controls, help="documents for the controls (default %(default)s)"
-    )
+    for name, default, text in (
+        ("controls", fixed.num_controls, "documents for the controls"),
+        ("head", fixed.head, "first tokens prefilled natively"),
+        ("tail", fixed.tail, "last tokens prefilled natively"),
+        ("scored", fixed.scored, "tokens scored after each prefix"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default %(default)s)")
     parser.add_argument(
         "--lengths", type=token_counts, default=fixed.lengths, help="prefix lengths (default 384,1024,2048)"
-    )
-    parser.add_argument(
-        "--head", type=int, default=fixed.head, help="first tokens prefilled natively (default %(default)s)"
-    )
-    parser.add_argument(
-        "--tail", type=int, default=fixed.tail, help="last tokens prefilled natively (default %(default)s)"
-    )
-    parser.add_argument(
-        "--scored", type=int, default=fixed.scored, help="tokens scored after each prefix (default %(default)s)"
     )
     parser.add_argument(
         "--greedy",

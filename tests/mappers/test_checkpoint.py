@@ -16,7 +16,6 @@ import torch
 from mappers import Mapper
 from mappers.checkpoint import Checkpoint, CheckpointState
 from mappers.collect import defer_interrupts
-from mappers.copies import CopyFinder
 from mappers.errors import CheckpointMismatch, DataUnreadable, MapperError
 from mappers.stats import BATCH, RowAccumulator
 from tests.mappers.pairs import fit_with
@@ -151,7 +150,7 @@ def test_a_resumed_accumulator_is_bit_identical(tmp_path: Path, is_folded: bool)
             accumulator.fold()
         accumulator.update(x[BATCH : 2 * BATCH + 300], y[BATCH : 2 * BATCH + 300], weights[BATCH : 2 * BATCH + 300])
     checkpoint = Checkpoint(tmp_path / "partial", {}, every_s=0)
-    checkpoint.save(CheckpointState.of([begun], CopyFinder({}), 1, 2, "0"))
+    checkpoint.save(CheckpointState.of([begun], [], 1, 2, "0"))
     assert checkpoint.path.stat().st_mode & 0o777 == 0o600
     saved = checkpoint.load()
     assert saved is not None
@@ -170,7 +169,7 @@ def test_statistics_of_an_older_version_are_loaded(tmp_path: Path) -> None:
     accumulator, resumed = RowAccumulator(6, 2), RowAccumulator(6, 2)
     accumulator.update(torch.randn(50, 6, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64))
     accumulator.fold()
-    saved = CheckpointState.of([accumulator], CopyFinder({}), 1, 2, "0")
+    saved = CheckpointState.of([accumulator], [], 1, 2, "0")
     CheckpointState(saved.tensors, {"counts": [saved.facts["counts"][0][:3]]}).fill([resumed])
     assert torch.equal(resumed.fold().gram(), accumulator.fold().gram())
     assert (resumed.count, resumed.fold().resolution) == (50, accumulator.fold().resolution)
