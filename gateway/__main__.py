@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from gateway import server
 from gateway.app import create_app
+from gateway.reload import ConfigSource
 from gateway.settings import ServerSettings, Settings, load
-from gateway.state.reload import ConfigSource
 from workers.api import tracing
 from workers.api.config import SettingsError, read_secret
 from workers.api.logs import configure_logs

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 import httpx
 from fastapi import FastAPI
 
+from gateway.discovery import discovery
 from gateway.http import admin, caches, chat, health, models
 from gateway.http.edge import BodyRoute, GatewayEdge
+from gateway.reload import ConfigSource, reloading
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
-from gateway.state.discovery import discovery
-from gateway.state.reload import ConfigSource, reloading
 from workers.api.http.edge import EdgeMiddleware
 from workers.api.http.replies import install_error_replies
 

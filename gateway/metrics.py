@@ -9,14 +9,16 @@ No label ever holds a key, a user, a hash, a request id or a raw client string: 
 from __future__ import annotations
 
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.upstream.breaker import State
-from gateway.upstream.limits import Gate
 from workers.api.tasks import num_tasks
+
+if TYPE_CHECKING:
+    from gateway.upstream.breaker import State
+    from gateway.upstream.limits import Gate
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),

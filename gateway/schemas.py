@@ -6,12 +6,12 @@ ignored. A salt from the client is dropped: the gateway derives the tenant's sal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gateway.request.lookup import plain
 from gateway.settings import Limits
 from workers.api.errors import InvalidRequest, RequestTooLarge
 from workers.api.http.errors import invalid_request
@@ -23,6 +23,7 @@ R = TypeVar("R", bound="ClientRequest")
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
+MARK = "cache_control"  # on a message or a part: the prefix up to here is stable
 MAX_DEPTH = 64
 MAX_VALUES = 32_768  # far more than any conversation needs; validating millions would block the event loop
 MAX_FIELDS, FIELD_DEPTH = 256, 3  # fields of one object, at the levels whose fields are known
@@ -269,6 +270,33 @@ def _check_type(value: Any, default: Any) -> Any:
     if isinstance(value, bool) is not isinstance(default, bool):
         raise ValueError(f"Input should be {default}")
     return value
+
+
+def num_stable(messages: Sequence[Message]) -> int:
+    """How many of the first messages later requests will share: up to the last one with a `cache_control` mark (on the
+    message or on one of its parts), else all before the last user turn."""
+    marked = [index for index, message in enumerate(messages) if _is_marked(message)]
+    if marked:
+        return marked[-1] + 1
+    users = [index for index, message in enumerate(messages) if message.role == "user"]
+    return users[-1] if users else len(messages)
+
+
+def plain(message: Message) -> Message:
+    """The message as workers get it: content as one text, no mark."""
+    if isinstance(message.content, str) and not _is_marked(message):
+        return message
+    fields = message.model_dump(exclude_none=True, exclude={MARK})
+    if message.content is not None:
+        fields["content"] = message.text
+    return Message.model_validate(fields)
+
+
+def _is_marked(message: Message) -> bool:
+    parts = message.content if isinstance(message.content, list) else ()
+    return bool(message.model_extra and message.model_extra.get(MARK)) or any(
+        part.model_extra and part.model_extra.get(MARK) for part in parts
+    )
 
 
 def parse(raw: bytes, kind: type[R], limits: Limits) -> R:

@@ -19,9 +19,9 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from gateway.reload import ConfigSource
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
-from gateway.state.reload import ConfigSource
 from workers.api.addresses import family_of, http_url
 from workers.api.config import SettingsError
 from workers.api.http.protocol import Protocol

@@ -27,7 +27,6 @@ from pydantic_settings.exceptions import SettingsError as SourceError
 from gateway import policies
 from gateway.policies import Policy
 from gateway.shown import shown
-from gateway.upstream.breaker import BreakerSettings
 from workers.api.addresses import HttpUrl
 from workers.api.config import (
     REDIS_SCHEMES,
@@ -183,6 +182,19 @@ class HandoffSettings(Section):
     native_tail: int = Field(default=DEFAULT_NATIVE_TAIL, ge=1)
     max_unread_bytes: int = Field(default=2048, ge=0)
     ttl_s: float = Field(default=DEFAULT_TTL_S, gt=0, le=86_400)
+
+
+class BreakerSettings(Section):
+    """The circuit opens when a share of `failure_rate` of at least `min_outcomes` calls within `window_s` failed."""
+
+    window: int = Field(default=20, ge=1)
+    window_s: Seconds = 30.0
+    min_outcomes: int = Field(default=4, ge=1)
+    failure_rate: float = Field(default=0.5, gt=0, le=1)
+    open_s: Seconds = 2.0
+    jitter: float = Field(default=0.2, ge=0, lt=1)
+    num_probes: int = Field(default=1, ge=1)
+    num_successes: int = Field(default=2, ge=1)
 
 
 class ShadowSettings(Section):

@@ -17,9 +17,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import reload
 from gateway.errors import NoMapper
 from gateway.snapshot import Gateway, Snapshot
-from gateway.state import reload
 from gateway.upstream.fleet import Fleet
 from gateway.upstream.worker import Worker
 from workers.api.errors import BundleUnusable, InvalidRequest

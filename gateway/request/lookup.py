@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from gateway.metrics import Metrics
+from gateway.schemas import MARK
 from gateway.state.registry import Entry, Registry
 from gateway.state.tenants import Tenant
 from gateway.upstream.fleet import Fleet
@@ -28,7 +29,6 @@ from workers.api.errors import InvalidRequest
 from workers.api.schemas import CacheReply, KVUsage, Message
 
 SEED = b"kvrelay-prefix-1"
-MARK = "cache_control"
 TEXT = "text"  # keeps a text apart from a chat of one message, which gets a template
 MAX_LOOKED_UP = 256  # hashes of one chain; a conversation grows by a few messages a turn
 
@@ -100,36 +100,6 @@ def _first_without_tools(mac: hmac.HMAC, model: str) -> str:
 
 def _next(mac: hmac.HMAC, before: str, content: bytes) -> str:
     return _digest(mac, bytes.fromhex(before) + b"|" + content)
-
-
-# Messages
-
-
-def num_stable(messages: Sequence[Message]) -> int:
-    """How many of the first messages later requests will share: up to the last one with a `cache_control` mark (on the
-    message or on one of its parts), else all before the last user turn."""
-    marked = [index for index, message in enumerate(messages) if _is_marked(message)]
-    if marked:
-        return marked[-1] + 1
-    users = [index for index, message in enumerate(messages) if message.role == "user"]
-    return users[-1] if users else len(messages)
-
-
-def plain(message: Message) -> Message:
-    """The message as workers get it: content as one text, no mark."""
-    if isinstance(message.content, str) and not _is_marked(message):
-        return message
-    fields = message.model_dump(exclude_none=True, exclude={MARK})
-    if message.content is not None:
-        fields["content"] = message.text
-    return Message.model_validate(fields)
-
-
-def _is_marked(message: Message) -> bool:
-    parts = message.content if isinstance(message.content, list) else ()
-    return bool(message.model_extra and message.model_extra.get(MARK)) or any(
-        part.model_extra and part.model_extra.get(MARK) for part in parts
-    )
 
 
 # The registry

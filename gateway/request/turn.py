@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway.policies import Policy, RoutingDecision, Verdict
-from gateway.request.lookup import Lookup, PrefixHit, num_stable
-from gateway.schemas import AnswerRequest
+from gateway.request.lookup import Lookup, PrefixHit
+from gateway.schemas import AnswerRequest, num_stable
 from gateway.settings import Settings
 from gateway.state.tenants import Tenant
 from gateway.upstream.deadline import Deadline

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gateway.upstream.breaker import Breaker, BreakerSettings, State
+from gateway.settings import BreakerSettings
+from gateway.upstream.breaker import Breaker, State
 from workers.api.redis import connection_pool
 
 T = TypeVar("T")

@@ -19,11 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum, IntEnum
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from gateway.errors import CircuitOpen
+from gateway.settings import BreakerSettings
 from gateway.upstream.deadline import Deadline
-from workers.api.config import Seconds
 from workers.api.errors import KvrelayError, Overloaded
 
 
@@ -39,21 +37,6 @@ class Outcome(Enum):
     SUCCESS = "success"
     FAILURE = "failure"
     NEUTRAL = "neutral"
-
-
-class BreakerSettings(BaseModel):
-    """The circuit opens when a share of `failure_rate` of at least `min_outcomes` calls within `window_s` failed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    window: int = Field(default=20, ge=1)
-    window_s: Seconds = 30.0
-    min_outcomes: int = Field(default=4, ge=1)
-    failure_rate: float = Field(default=0.5, gt=0, le=1)
-    open_s: Seconds = 2.0
-    jitter: float = Field(default=0.2, ge=0, lt=1)
-    num_probes: int = Field(default=1, ge=1)
-    num_successes: int = Field(default=2, ge=1)
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

@@ -17,7 +17,7 @@ from gateway import settings as gateway
 from gateway.policies import POLICIES
 from gateway.policies.base import Budget
 from gateway.policies.rules import Condition, Rule
-from gateway.upstream.breaker import BreakerSettings
+from gateway.settings import BreakerSettings
 from workers import settings as workers
 from workers.api.config import DiscoverySettings
 from workers.api.tracing import TracingSettings

@@ -13,7 +13,7 @@ import yaml
 
 from gateway import settings
 from gateway.app import create_app
-from gateway.state.reload import ConfigSource
+from gateway.reload import ConfigSource
 from gateway.state.tenants import key_hash
 from tests.gateway.stack import Stack, fakes, in_process, report, values
 from tests.gateway.test_tenants import KEYS, TENANTS, ask, key

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from gateway.errors import CircuitOpen, RateLimited
-from gateway.upstream.breaker import Breaker, BreakerSettings, Outcome, State, outcome_of, wait_until_one_admits
+from gateway.settings import BreakerSettings
+from gateway.upstream.breaker import Breaker, Outcome, State, outcome_of, wait_until_one_admits
 from gateway.upstream.deadline import Deadline
 from workers.api.errors import (
     CacheNotFound,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.request.lookup import Chain, num_stable, plain
+from gateway.request.lookup import Chain
+from gateway.schemas import num_stable, plain
 from workers.api.schemas import Message
 
 SALT, OTHER_SALT = "0" * 64, "1" * 64

@@ -14,9 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from gateway.reload import ConfigSource, reload, reloading
 from gateway.settings import Settings, from_values
 from gateway.snapshot import Gateway
-from gateway.state.reload import ConfigSource, reload, reloading
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, live_stack, report, right_answer, text, values
 from tests.gateway.test_process import configured, gateway, workers
 from tools.fake_worker import FAKE_SECRET

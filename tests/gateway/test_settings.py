@@ -11,8 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from gateway.policies import POLICIES
-from gateway.settings import Deadlines, HandoffSettings, from_values, load
-from gateway.upstream.breaker import BreakerSettings
+from gateway.settings import BreakerSettings, Deadlines, HandoffSettings, from_values, load
 from tests.gateway.stack import values
 from workers.api.config import DiscoverySettings, SettingsError
 
