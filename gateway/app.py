@@ -13,11 +13,12 @@ import httpx
 from fastapi import FastAPI
 
 from gateway.discovery import discovery
-from gateway.http import admin, caches, chat, health, models
+from gateway.http import admin, caches, chat, models
 from gateway.http.edge import BodyRoute, GatewayEdge
 from gateway.reload import ConfigSource, reloading
 from gateway.settings import Settings
 from gateway.snapshot import Gateway
+from workers.api.http import health
 from workers.api.http.edge import EdgeMiddleware
 from workers.api.http.replies import install_error_replies
 
@@ -53,11 +54,10 @@ def create_app(
         docs_url="/docs" if settings.server.docs else None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,
     )
     app.state.gateway, app.state.source, app.state.edge = gateway, source, GatewayEdge(gateway)
-    for router in (chat.router, caches.router, models.router, health.router(gateway), admin.router):
-        app.include_router(router)
+    for router in (chat.router, caches.router, models.router, health.router, admin.router):
+        app.router.routes.extend(router.routes)  # as they are: `include_router` builds each again for every app
     with_body = [route for route in (*chat.router.routes, *caches.router.routes) if isinstance(route, BodyRoute)]
     shortcuts = {route.path: route.get_route_handler() for route in with_body}
     app.add_middleware(EdgeMiddleware, edge=app.state.edge, shortcuts=shortcuts)

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.edge import API_KEY, ERRORS, BodyRoute
+from gateway.http.edge import CALLS_WITH_KEY, BodyRoute
 from gateway.request.cache_calls import CacheCall
 from gateway.schemas import HandoffRequest, PrefixRequest
 from gateway.snapshot import Snapshot
@@ -18,7 +18,7 @@ from workers.api.http.disconnect import until_disconnect
 from workers.api.http.replies import json_reply
 from workers.api.schemas import CacheReply, PrefillReply
 
-router = APIRouter(route_class=BodyRoute, tags=["caches"], dependencies=[API_KEY], responses=ERRORS)
+router = APIRouter(route_class=BodyRoute, tags=["caches"], **CALLS_WITH_KEY)
 
 
 class PrefilledCache(PrefillReply):

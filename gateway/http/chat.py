@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import for_client
-from gateway.http.edge import API_KEY, ERRORS, BodyRoute
+from gateway.http.edge import CALLS_WITH_KEY, BodyRoute
 from gateway.http.render import completion, frames
 from gateway.request.explain import explain
 from gateway.request.route import choose
@@ -26,7 +26,7 @@ from workers.api.http.errors import ClientDisconnected
 from workers.api.http.replies import json_reply, log_error
 from workers.api.http.stream import EventStream
 
-router = APIRouter(route_class=BodyRoute, tags=["completions"], dependencies=[API_KEY], responses=ERRORS)
+router = APIRouter(route_class=BodyRoute, tags=["completions"], **CALLS_WITH_KEY)
 
 
 class TokenUsage(BaseModel):

@@ -25,11 +25,16 @@ from workers.api.errors import KvrelayError
 from workers.api.http.body import read_body
 from workers.api.http.edge import OPEN_PATHS, Bounds, Edge
 from workers.api.http.errors import ClientDisconnected
-from workers.api.http.replies import ErrorReply
+from workers.api.http.health import READY
+from workers.api.http.replies import ErrorReply, operation_id
 
 # What the OpenAPI document says of every call that takes an API key. The check itself is `authenticate`.
 API_KEY = Depends(HTTPBearer(auto_error=False, scheme_name="key", description="An API key of a tenant."))
-ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorReply, "description": "An error"}}
+CALLS_WITH_KEY: dict[str, Any] = {
+    "dependencies": [API_KEY],
+    "responses": {"default": {"model": ErrorReply, "description": "An error"}},
+    "generate_unique_id_function": operation_id,
+}
 
 log = structlog.get_logger()
 
@@ -45,6 +50,17 @@ class GatewayEdge(Edge):
     def bounds(self) -> Bounds:
         limits, deadlines = self._gateway.settings.limits, self._gateway.settings.deadlines
         return Bounds(limits.max_header_bytes, limits.max_body_bytes, deadlines.body_s, deadlines.client_stall_s)
+
+    def readiness(self) -> dict[str, Any]:
+        tiers = {name: tier.is_ready for name, tier in self._gateway.parts.fleet.tiers.items()}
+        if self._gateway.is_draining:
+            status = "draining"
+        else:
+            status = READY if any(tiers.values()) else "no usable tier"
+        return {"status": status, "tiers": tiers}
+
+    def render_metrics(self) -> bytes:
+        return self._gateway.metrics.render()
 
     def open(self, scope: Scope) -> AbstractContextManager[object]:
         snapshot = scope["state"]["snapshot"] = self._gateway.current

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from gateway.http.edge import API_KEY, ERRORS, authenticate
+from gateway.http.edge import CALLS_WITH_KEY, authenticate
 from gateway.request.route import check_may_use
 from gateway.snapshot import Snapshot
 
-router = APIRouter(tags=["models"], dependencies=[API_KEY], responses=ERRORS)
+router = APIRouter(tags=["models"], **CALLS_WITH_KEY)
 
 
 class Model(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AbstractContextManager
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 from fastapi import Depends, Request
@@ -15,6 +15,7 @@ from starlette.types import Scope
 from workers.api import tracing
 from workers.api.errors import KvrelayError, Unauthorized
 from workers.api.http.edge import OPEN_PATHS, Bounds, Edge
+from workers.api.http.health import READY
 from workers.api.schemas import SECRET_HEADER
 from workers.serving.worker import WorkerRuntime
 
@@ -48,6 +49,7 @@ class WorkerEdge(Edge):
     reads_body = True
 
     def __init__(self, worker: WorkerRuntime, secret: str):
+        self._worker = worker
         self._settings = worker.settings
         self._metrics = worker.metrics
         self._secret = secret.encode()
@@ -55,6 +57,12 @@ class WorkerEdge(Edge):
     @property
     def bounds(self) -> Bounds:
         return Bounds(MAX_HEADER_BYTES, self._settings.max_body_bytes, self._settings.body_timeout_s, STALL_S)
+
+    def readiness(self) -> dict[str, Any]:
+        return {"status": "draining" if self._worker.draining else READY}
+
+    def render_metrics(self) -> bytes:
+        return self._metrics.expose()
 
     def open(self, scope: Scope) -> AbstractContextManager[object]:
         path = scope["path"]

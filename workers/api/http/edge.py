@@ -61,6 +61,14 @@ class Edge(ABC):
     def record(self, scope: Scope, status: int, took_ms: float) -> None:
         """Count and log a request that has ended."""
 
+    @abstractmethod
+    def readiness(self) -> dict[str, Any]:
+        """The body of `/readyz`. Any `status` but "ready" makes it a 503."""
+
+    @abstractmethod
+    def render_metrics(self) -> bytes:
+        """The body of `/metrics`."""
+
     def open(self, scope: Scope) -> AbstractContextManager[object]:
         """The block in which the request runs: a trace span, say. Raises for a caller that may not call at all."""
         return NOTHING

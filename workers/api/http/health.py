@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from workers.api.http.replies import json_reply
+from workers.api.http.edge import Edge
+from workers.api.http.replies import json_reply, operation_id
 
 READY = "ready"
 
@@ -24,30 +25,30 @@ class Health(BaseModel):
 
 NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not ready"}}
 
+router = APIRouter(tags=["health"], generate_unique_id_function=operation_id)
 
-def health_router(readiness: Callable[[], dict[str, Any]], metrics: Callable[[], bytes]) -> APIRouter:
-    """`readiness` returns the body of `/readyz`; any `status` but "ready" is a 503."""
-    router = APIRouter(tags=["health"])
 
-    @router.get("/livez", response_model=Health)
-    @router.head("/livez", include_in_schema=False)
-    async def livez() -> Response:
-        """200 while the process answers."""
-        return json_reply({"status": "alive"})
+@router.get("/livez", response_model=Health)
+@router.head("/livez", include_in_schema=False)
+async def livez() -> Response:
+    """200 while the process answers."""
+    return json_reply({"status": "alive"})
 
-    @router.get("/health", name="health", response_model=Health, responses=NOT_READY)
-    @router.head("/health", include_in_schema=False)
-    @router.get("/readyz", response_model=Health, responses=NOT_READY)
-    @router.head("/readyz", include_in_schema=False)
-    async def readyz() -> Response:
-        """200 while new requests are welcome; 503 while draining, or when no model is usable."""
-        body = readiness()
-        return json_reply(body, 200 if body["status"] == READY else 503)
 
-    @router.get("/metrics", response_class=PlainTextResponse)
-    @router.head("/metrics", include_in_schema=False)
-    async def render_metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+@router.get("/health", name="health", response_model=Health, responses=NOT_READY)
+@router.head("/health", include_in_schema=False)
+@router.get("/readyz", response_model=Health, responses=NOT_READY)
+@router.head("/readyz", include_in_schema=False)
+async def readyz(request: Request) -> Response:
+    """200 while new requests are welcome; 503 while draining, or when no model is usable."""
+    edge: Edge = request.app.state.edge
+    body = edge.readiness()
+    return json_reply(body, 200 if body["status"] == READY else 503)
 
-    return router
+
+@router.get("/metrics", response_class=PlainTextResponse)
+@router.head("/metrics", include_in_schema=False)
+async def render_metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    edge: Edge = request.app.state.edge
+    return Response(edge.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

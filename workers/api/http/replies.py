@@ -10,6 +10,7 @@ import orjson
 import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,6 +26,11 @@ DO_NOT_RETRY = (408, 409, 504)
 CLOSE = {"connection": "close"}  # the rest of the request is not read
 
 log = structlog.get_logger()
+
+
+def operation_id(route: APIRoute) -> str:
+    """The operation's name in the OpenAPI document."""
+    return route.name
 
 
 class ErrorDetail(BaseModel):
