@@ -1,7 +1,7 @@
-"""`RateMeter`: what things took lately; `Costs`: what they will take, by length.
+"""Measured speeds of a worker: `RateMeter` records them, `Costs` predicts from them.
 
-Reading a token costs more the more tokens stand before it; a handoff has a price of its own beside that of each token.
-So samples are kept apart by length, in powers of two, and a median of each is the rate there.
+Prefilling a token costs more the more tokens precede it, and a handoff has a fixed cost besides that of each token. So
+samples are kept by length, in powers of two. The rate at a length is the median of its samples.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from workers.api.schemas import Rates
 
 RateKind = Literal["prefill", "decode", "map", "handoff"]
 
-WINDOW = 64
-WINDOW_A_LENGTH = 16
-FRESH_S = 600.0  # what was measured longer ago is worth measuring again
+WINDOW = 64  # samples of each kind
+WINDOW_PER_LENGTH = 16
+FRESH_S = 600.0  # older samples are not used
 CHUNK_TOKENS = 256
 MIN_TOKENS: dict[str, int] = {"prefill": 32, "decode": 1, "map": 32, "handoff": 1}
 
@@ -31,50 +31,50 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Tokens per second as measured, by length: of reading, by the tokens that stand before (0, 1, 2, 4, ...); of
-    handoffs, lease and all, by the tokens that they map. A length that was not measured counts as its neighbour."""
+    """Measured tokens per second, by length: of prefill by the number of preceding tokens (0, 1, 2, 4, ...), of
+    handoffs, lease included, by the number of mapped tokens. A length without samples takes its nearest neighbour."""
 
     prefill: Mapping[int, float] = field(default_factory=dict)
     handoff: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def are_known(self) -> bool:
+    def are_measured(self) -> bool:
         return bool(self.prefill and self.handoff)
 
     def prefill_s(self, begin: int, end: int) -> float:
-        """Reading tokens `[begin, end)` over those before."""
+        """Predict the seconds to prefill tokens `[begin, end)` after the earlier ones."""
         starts = range(begin, end, CHUNK_TOKENS)
         return sum((min(end, at + CHUNK_TOKENS) - at) / _nearest(self.prefill, at) for at in starts)
 
     def handoff_s(self, num_tokens: int) -> float:
-        """Mapping `num_tokens` tokens."""
+        """Predict the seconds to map `num_tokens` tokens."""
         return num_tokens / _nearest(self.handoff, num_tokens) if num_tokens > 0 else 0.0
 
 
 class RateMeter:
-    """Records how long tokens took. Samples of very few tokens say nothing about long ones and are left out."""
+    """Records how long tokens took. Ignores samples of so few tokens that they do not predict long ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._samples: dict[str, deque[float]] = {kind: deque(maxlen=WINDOW) for kind in MIN_TOKENS}
-        self._by_length: dict[tuple[str, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=WINDOW_A_LENGTH))
+        self._by_length: dict[tuple[str, int], deque[Sample]] = defaultdict(lambda: deque(maxlen=WINDOW_PER_LENGTH))
 
     def record(self, kind: RateKind, num_tokens: int, seconds: float, *, length: int = 0) -> None:
-        """`length` is what the rate depends on: the tokens before those read, or those of the handoff."""
+        """Add a sample. `length` is what the rate depends on: the preceding tokens, or the tokens of the handoff."""
         if num_tokens >= MIN_TOKENS[kind] and seconds > 0:
             self._samples[kind].append(num_tokens / seconds)
             self._by_length[kind, _bucket(length)].append(Sample(self._clock(), num_tokens / seconds))
 
     def rate(self, kind: RateKind) -> float | None:
-        """Median tokens per second, None until measured."""
+        """Return the median of tokens per second, None before the first sample."""
         samples = list(self._samples[kind])
         return median(samples) if samples else None
 
     def by_length(self, kind: RateKind) -> dict[int, float]:
-        """Medians of what is fresh, by the lower end of each range of lengths."""
+        """Return the medians of fresh samples, by the lower end of each range of lengths."""
         oldest = self._clock() - FRESH_S
-        lengths = [(length, list(samples)) for (of, length), samples in list(self._by_length.items()) if of == kind]
-        fresh = {length: [rate for at, rate in samples if at >= oldest] for length, samples in lengths}
+        buckets = [(length, list(samples)) for (of, length), samples in list(self._by_length.items()) if of == kind]
+        fresh = {length: [rate for at, rate in samples if at >= oldest] for length, samples in buckets}
         return {length: median(rates) for length, rates in sorted(fresh.items()) if rates}
 
     @property
@@ -90,9 +90,9 @@ class RateMeter:
 
 
 def _bucket(length: int) -> int:
-    """The largest power of two that is not above `length`; 0 for none."""
+    """Return the largest power of two that is at most `length`; 0 for 0."""
     return 1 << (length.bit_length() - 1) if length else 0
 
 
 def _nearest(rates: Mapping[int, float], length: int) -> float:
-    return rates[min(rates, key=lambda edge: abs(edge.bit_length() - length.bit_length()))]
+    return rates[min(rates, key=lambda bucket: abs(bucket.bit_length() - length.bit_length()))]

@@ -78,21 +78,21 @@ class Engine:
         first = sum(len(blocks) for blocks in self.blocks.values())
         count = blocks_for(len(request.prompt_token_ids or []), PAGED_TOKENS)
         self.blocks[request.request_id] = list(range(first, first + count))
-        return self.scheduler.arrived(request)
+        return self.scheduler.add_request(request)
 
     def step(self, request: Request, num_computed: int = 0) -> set[int]:
         """Schedule all of the prompt beyond what is computed and loaded; the blocks that could not be loaded."""
-        matched = self.scheduler.matched(request.request_id, num_computed)
-        self.scheduler.allocated(request.request_id, self.blocks[request.request_id], matched)
+        matched = self.scheduler.num_loadable(request.request_id, num_computed)
+        self.scheduler.blocks_assigned(request.request_id, self.blocks[request.request_id], matched)
         request.num_computed_tokens = num_computed + matched
         rest = len(request.prompt_token_ids or []) - request.num_computed_tokens
-        work = self.scheduler.step({request.request_id: rest}, self.blocks.__getitem__)
+        work = self.scheduler.plan_step({request.request_id: rest}, self.blocks.__getitem__)
         self.worker.load(work)
         self.worker.save(work)
         return self.worker.take_failed_blocks()
 
     def settle(self, failed: set[int]) -> list[Any]:
-        return self.scheduler.settled(failed, self.worker.take_saved())
+        return self.scheduler.end_step(failed, self.worker.take_saved())
 
     def ticket(self, model: str, token_ids: Sequence[int], seed: int = 0) -> tuple[Ticket, KVCache]:
         """A cache of `small` or of `large` itself, with random KV, and that."""

@@ -18,7 +18,7 @@ from workers.api.config import SettingsError
 from workers.api.process import PR_SET_PDEATHSIG
 from workers.api.schemas import KVLayout
 from workers.engines import load_engine
-from workers.engines.vllm.config import ConnectorSettings, EngineModel, number_of, refusal_of
+from workers.engines.vllm.config import ConnectorSettings, EngineModel, layer_number, unsupported_reason
 from workers.settings import WorkerSettings
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_tokens=32, dtype="float32")
@@ -45,7 +45,7 @@ FULL = groups("FullAttentionSpec")
     ],
 )
 def test_kv_of_another_kind_is_refused(found: SimpleNamespace, reason: str) -> None:
-    assert reason in (refusal_of(found) or "")
+    assert reason in (unsupported_reason(found) or "")
     with pytest.raises(SettingsError, match=reason):
         MODEL.check(found, "recompute")
 
@@ -101,4 +101,4 @@ def test_layers_are_put_in_the_models_order() -> None:
     with pytest.raises(SettingsError, match=r"\[0\]; m has 2 layers"):
         MODEL.in_order({"model.layers.0.attn": torch.zeros(1)})
     with pytest.raises(SettingsError, match="no number"):
-        number_of("model.embed")
+        layer_number("model.embed")

@@ -33,7 +33,7 @@ def vllm() -> Iterator[Engine]:
 
 
 def report_of(vllm: Engine, request: Request, *, is_whole: bool = True) -> TransferReport:
-    return TransferReport.model_validate(vllm.scheduler.finished(request.request_id, is_whole=is_whole))
+    return TransferReport.model_validate(vllm.scheduler.finish(request.request_id, is_whole=is_whole))
 
 
 def lent(ticket: Ticket) -> KVCache:
@@ -70,7 +70,7 @@ def test_at_least_one_token_is_left_to_compute(vllm: Engine) -> None:
     ticket, _ = vllm.ticket("large", IDS)
     request = Request("r", IDS, params(ticket))
     vllm.arrive(request)
-    assert vllm.scheduler.matched("r", 0) == len(IDS) - 1
+    assert vllm.scheduler.num_loadable("r", 0) == len(IDS) - 1
 
 
 def test_what_vllm_has_already_is_not_loaded_again(vllm: Engine) -> None:
@@ -89,13 +89,13 @@ def test_what_vllm_has_all_but_a_few_tokens_of_is_completed(vllm: Engine) -> Non
     ticket, _ = vllm.ticket("large", IDS)
     request = Request("r", PROMPT, params(ticket))
     vllm.arrive(request)
-    assert vllm.scheduler.matched("r", len(IDS) - 2) == 2
+    assert vllm.scheduler.num_loadable("r", len(IDS) - 2) == 2
 
 
 def test_prompts_that_differ_later_take_what_they_share(vllm: Engine) -> None:
     ticket, _ = vllm.ticket("large", IDS)
     vllm.arrive(Request("r", [*IDS[:20], 999, *IDS[21:]], params(ticket)))
-    assert vllm.scheduler.matched("r", 0) == 20
+    assert vllm.scheduler.num_loadable("r", 0) == 20
 
 
 BAD_PARAMS: list[Any] = [
@@ -116,7 +116,7 @@ BAD_PARAMS: list[Any] = [
 def test_what_cannot_be_understood_is_reported_and_never_raised(vllm: Engine, bad: Any) -> None:
     request = Request("r", PROMPT, bad)
     assert vllm.arrive(request) is None
-    assert vllm.scheduler.matched("r", 0) == 0
+    assert vllm.scheduler.num_loadable("r", 0) == 0
     vllm.step(request)
     report = report_of(vllm, request)
     assert report.refused and not report.loaded_tokens
@@ -143,7 +143,7 @@ def test_a_ticket_that_may_not_serve_the_prompt_is_refused(vllm: Engine, spoil: 
     ticket, _ = vllm.ticket("large", IDS)
     request = Request("r", PROMPT, spoil(ticket))
     assert vllm.arrive(request) is None
-    assert vllm.scheduler.matched("r", 0) == 0
+    assert vllm.scheduler.num_loadable("r", 0) == 0
     assert reason in (report_of(vllm, request).refused or "")
 
 
@@ -152,7 +152,7 @@ def test_a_few_tokens_in_common_are_no_match(vllm: Engine, shared: int) -> None:
     ticket, _ = vllm.ticket("large", IDS)
     request = Request("r", [*IDS[:shared], *range(200, 240)], params(ticket))
     vllm.arrive(request)
-    assert vllm.scheduler.matched("r", 0) == 0
+    assert vllm.scheduler.num_loadable("r", 0) == 0
     assert report_of(vllm, request).refused
 
 
@@ -163,7 +163,7 @@ def test_what_is_loaded_has_a_salt_of_its_own(vllm: Engine) -> None:
         load = [{"ticket": cache.model_dump()} | part]
         request = Request("r", list(prompt), params(load=load), cache_salt=own)
         given = vllm.arrive(request)
-        vllm.scheduler.finished("r", is_whole=False)
+        vllm.scheduler.finish("r", is_whole=False)
         return given
 
     first, _ = vllm.ticket("small", IDS, seed=1)
@@ -181,7 +181,7 @@ def test_looking_again_and_again_looks_nothing_up(vllm: Engine) -> None:
     ticket, _ = vllm.ticket("large", IDS)
     vllm.arrive(Request("r", PROMPT, params(ticket)))
     vllm.pools["large"].close()  # whoever looked there now would raise
-    assert {vllm.scheduler.matched("r", 0) for _ in range(100)} == {len(IDS)}
+    assert {vllm.scheduler.num_loadable("r", 0) for _ in range(100)} == {len(IDS)}
 
 
 def test_a_load_that_fails_is_told_block_by_block_and_not_offered_again(vllm: Engine) -> None:
@@ -193,7 +193,7 @@ def test_a_load_that_fails_is_told_block_by_block_and_not_offered_again(vllm: En
     failed = vllm.step(request)
     assert failed == set(vllm.blocks["r"][17 // PAGED_TOKENS :])  # what is computed behind it in this step as well
     assert vllm.settle(failed) == [request]
-    assert vllm.scheduler.matched("r", 0) == 0
+    assert vllm.scheduler.num_loadable("r", 0) == 0
     assert not vllm.step(request, num_computed=16)  # vLLM computes from the first block that is missing on
     vllm.settle(set())
     report = report_of(vllm, request)
@@ -236,7 +236,7 @@ def test_what_was_not_loaded_is_neither_told_nor_lent_as_loaded(vllm: Engine, lo
     request = Request("r", PROMPT, params(head, source, publish=True))
     vllm.arrive(request)
     vllm.step(request)
-    vllm.scheduler.settled(set(vllm.blocks["r"][lost // PAGED_TOKENS :]), {"r": False})
+    vllm.scheduler.end_step(set(vllm.blocks["r"][lost // PAGED_TOKENS :]), {"r": False})
     vllm.step(request, num_computed=lost)
     vllm.settle(set())
     report = report_of(vllm, request)
@@ -295,7 +295,7 @@ def test_what_is_published_can_be_read_as_long_as_it_is_lent(vllm: Engine, confi
     vllm.arrive(Request("next", PROMPT, params(release=[returned])))
     with pytest.raises(CacheStale):
         lent(report.ticket)
-    vllm.scheduler.finished("next", is_whole=True)
+    vllm.scheduler.finish("next", is_whole=True)
     assert vllm.scheduler.num_open == 0
     assert vllm.scheduler.pool.stats.num_leases == 0
 
@@ -305,7 +305,7 @@ def test_a_save_that_fails_takes_back_what_was_lent(vllm: Engine) -> None:
     vllm.arrive(request)
     vllm.step(request)
     report = report_of(vllm, request)
-    vllm.scheduler.settled(set(), {"r": False})
+    vllm.scheduler.end_step(set(), {"r": False})
     assert report.ticket is not None
     with pytest.raises(CacheStale):
         lent(report.ticket)
@@ -359,8 +359,8 @@ def test_ranks_load_and_save_their_own_heads(vllm: Engine) -> None:
     """Three ranks of one head each fill the exchange that one rank of three heads would fill."""
     ticket, kv = vllm.ticket("large", IDS)
     vllm.arrive(Request("r", PROMPT, params(ticket)))
-    vllm.scheduler.allocated("r", vllm.blocks["r"], len(IDS))
-    work = vllm.scheduler.step({"r": TAIL}, vllm.blocks.__getitem__)
+    vllm.scheduler.blocks_assigned("r", vllm.blocks["r"], len(IDS))
+    work = vllm.scheduler.plan_step({"r": TAIL}, vllm.blocks.__getitem__)
     exchange = vllm.scheduler.pool
     with exchange.allocate(5) as hold:
         save = SaveOp("r", len(IDS), tuple(vllm.blocks["r"]), exchange.export(), hold.blocks)

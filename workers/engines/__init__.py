@@ -1,5 +1,4 @@
-"""Engines by name. An engine's module is imported when it is loaded: only then do torch and
-transformers, or vLLM, come in."""
+"""Engines by name. Loading one imports its module, and only then torch and transformers, or vLLM."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ from workers.settings import ENGINES, WorkerSettings
 if TYPE_CHECKING:
     from workers.engines.base import Engine
 
+
 def load_engine(settings: WorkerSettings) -> Engine:
-    """The engine that the settings name, its model loaded. Takes seconds; raises `SettingsError`."""
+    """Load the configured engine and its model. Takes seconds. Raises `SettingsError`."""
     module, function = ENGINES[settings.engine].split(":")
     engine: Engine = getattr(import_module(module), function)(settings)
     return engine

@@ -196,7 +196,7 @@ class Decision:
 
 
 def decide(ask: CostQuery, costs: Costs) -> Decision:
-    if not costs.are_known:
+    if not costs.are_measured:
         return Decision("map", ask.end, "unmeasured")
     handoff_s, native_s = costs.handoff_s(ask.to_map(ask.end)), costs.prefill_s(0, ask.end)
     if handoff_s >= native_s:

@@ -286,7 +286,7 @@ async def _native_continuation(
     first_ms = 0.0
     async with engine.sequence(claim, len(prompt) + num_tokens) as sequence:
         began = time.perf_counter()
-        await sequence.read(prompt)
+        await sequence.prefill(prompt)
         async for token in sequence.generate(Sampling(), num_tokens):
             first_ms = first_ms or (time.perf_counter() - began) * 1e3
             written.append(token.id)

@@ -164,7 +164,7 @@ class Upgrader:
             async with self._engine.sequence(claim, len(token_ids)) as sequence:
                 await self._step(tip, partial(load_reused, self._pool, sequence, token_ids, reuse))
                 for begin in range(reuse.num_tokens, len(token_ids), STEP_TOKENS):
-                    await self._step(tip, partial(sequence.read, token_ids[begin : begin + STEP_TOKENS]))
+                    await self._step(tip, partial(sequence.prefill, token_ids[begin : begin + STEP_TOKENS]))
                 await self._step(tip, partial(sequence.fetch, reuse.num_tokens))
                 put = partial(self._put_in_place, tip, sequence, reuse)
                 return await self._step(tip, partial(self._engine.compute.run, put, priority=claim.priority))

@@ -111,7 +111,7 @@ class PooledKV:
         return self.pool.gather(self.blocks, 0, self.num_tokens, views)
 
     @property
-    def place(self) -> PoolLocation:
+    def location(self) -> PoolLocation:
         used = self.blocks[: blocks_for(self.num_tokens, self.pool.layout.block_tokens)]
         generations = tuple(self.pool.arena.generations_of(used))
         return PoolLocation(self.pool.export(), self.pool.layout, used, generations)
@@ -121,7 +121,7 @@ async def page_in(pool: Pool, sequence: TokenSequence, token_ids: Sequence[int],
     """Fill an empty sequence with a prompt: what is reused out of the pool, the rest read natively. What was reused in
     truth, which is less where it could not be loaded."""
     await load_reused(pool, sequence, token_ids, reuse)
-    await sequence.read(token_ids[reuse.num_tokens :])
+    await sequence.prefill(token_ids[reuse.num_tokens :])
     return reuse.cut(sequence.num_loaded)
 
 

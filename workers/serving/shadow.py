@@ -102,7 +102,7 @@ class Shadow:
 
     def note(self, served: ServedAnswer) -> None:
         """To be compared when there is time, if the engine tells what is needed for it."""
-        if not self._engine.tells_distributions:
+        if not self._engine.supports_logprobs:
             self._count("unsupported")
             return
         self._waiting.append(served)
@@ -173,7 +173,7 @@ class Shadow:
             provenance = await self._step(partial(self._load, sequence, served, params))
             rest = served.read[sequence.num_tokens :]
             for begin in range(0, len(rest), STEP_TOKENS):
-                await self._step(partial(sequence.read, rest[begin : begin + STEP_TOKENS]))
+                await self._step(partial(sequence.prefill, rest[begin : begin + STEP_TOKENS]))
             return provenance, await self._step(partial(sequence.logprobs, served.compared))
 
     async def _load(self, sequence: TokenSequence, served: ServedAnswer, params: KVTransferParams) -> str:

@@ -55,7 +55,7 @@ class HeadCache:
 
     async def _read(self, token_ids: Sequence[int]) -> KVCache:
         async with self._engine.sequence(Claim(priority=self._priority), len(token_ids)) as sequence:
-            await sequence.read(token_ids)
+            await sequence.prefill(token_ids)
             await sequence.fetch(0)
             kv = sequence.kv(0, len(token_ids))
             return KVCache(tuple(key.clone() for key in kv.keys), tuple(value.clone() for value in kv.values))

@@ -25,7 +25,7 @@ def reference(folder: Path) -> LlamaForCausalLM:
     return tiny.reference(folder)
 
 
-@pytest.fixture(params=sorted(set(ENGINES) - {"vllm"}))  # which has tests of its own, in tests/vllm
+@pytest.fixture(params=sorted(set(ENGINES) - {"vllm"}))  # tested in tests/vllm
 async def engine(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     engine = load_engine(tiny.settings_for(folder, engine=request.param, max_running=2, max_queue=2))
     yield engine

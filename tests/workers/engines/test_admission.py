@@ -1,4 +1,4 @@
-"""Who runs, who waits, who is sent away."""
+"""Admission: limits, priorities, deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from workers.engines.scheduling import Admission
 
 
 class Request:
-    """Holds a place until it is told to leave."""
+    """Holds a slot until `end`."""
 
     def __init__(self, admission: Admission, *, priority: int = 0):
         self.entered = asyncio.Event()
-        self.leave = asyncio.Event()
+        self.ending = asyncio.Event()
         self.task = asyncio.create_task(self._run(admission, priority))
 
     async def _run(self, admission: Admission, priority: int) -> None:
         async with admission.admit(priority=priority):
             self.entered.set()
-            await self.leave.wait()
+            await self.ending.wait()
 
     async def end(self) -> None:
-        self.leave.set()
+        self.ending.set()
         await self.task
 
 
@@ -35,23 +35,23 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_queue_is_bounded_and_says_when_to_come_again() -> None:
+async def test_full_queue_raises_overloaded_with_retry_after() -> None:
     admission = Admission(max_running=1, max_waiting=1)
     first = Request(admission)
     await settle()
     second = Request(admission)
     await settle()
     assert (admission.num_running, admission.num_waiting) == (1, 1)
-    with pytest.raises(Overloaded) as refused:
+    with pytest.raises(Overloaded) as raised:
         async with admission.admit():
             pass
-    assert refused.value.retry_after_s
+    assert raised.value.retry_after_s
     await first.end()
     await second.end()
     assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
-async def test_the_most_urgent_waits_least() -> None:
+async def test_highest_priority_is_admitted_first() -> None:
     admission = Admission(max_running=1, max_waiting=8)
     first = Request(admission)
     await settle()
@@ -66,7 +66,7 @@ async def test_the_most_urgent_waits_least() -> None:
     await slow.end()
 
 
-async def test_waiting_ends_with_the_deadline() -> None:
+async def test_wait_ends_at_deadline() -> None:
     admission = Admission(max_running=1, max_waiting=8)
     first = Request(admission)
     await settle()
@@ -77,7 +77,7 @@ async def test_waiting_ends_with_the_deadline() -> None:
     assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
-async def test_who_gives_up_waiting_leaves_no_trace() -> None:
+async def test_cancelled_wait_leaves_queue() -> None:
     admission = Admission(max_running=1, max_waiting=1)
     first = Request(admission)
     await settle()
@@ -90,33 +90,33 @@ async def test_who_gives_up_waiting_leaves_no_trace() -> None:
     assert admission.num_running == 0
 
 
-async def test_however_many_give_up_the_queue_does_not_grow() -> None:
+async def test_expired_waits_are_removed_from_queue() -> None:
     admission = Admission(max_running=1, max_waiting=1)
     first = Request(admission)
     await settle()
-    left_before = given_up()
+    num_before = num_cancelled_futures()
     for _ in range(50):
         with pytest.raises(DeadlineExceeded):
             async with admission.admit(deadline=time.monotonic()):
                 pass
-    assert given_up() < left_before + 10
+    assert num_cancelled_futures() < num_before + 10
     await first.end()
 
 
-def given_up() -> int:
-    """Futures that were cancelled and are still held by somebody."""
+def num_cancelled_futures() -> int:
+    """Count the cancelled futures that are still referenced."""
     gc.collect()
     return sum(type(thing) is asyncio.Future and thing.cancelled() for thing in gc.get_objects())
 
 
-async def test_a_place_given_to_one_who_leaves_is_passed_on() -> None:
+async def test_slot_granted_to_cancelled_request_is_passed_on() -> None:
     admission = Admission(max_running=1, max_waiting=8)
     first = Request(admission)
     await settle()
     second, third = Request(admission), Request(admission)
     await settle()
-    first.leave.set()
-    await first.task  # the place is second's now, which has not run yet
+    first.ending.set()
+    await first.task  # the slot is granted to second, which has not run yet
     second.task.cancel()
     await settle()
     assert third.entered.is_set()

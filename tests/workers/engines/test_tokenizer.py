@@ -1,4 +1,4 @@
-"""Rendering, the stable boundary, and text that comes out a token at a time."""
+"""Chat templates, the stable boundary, and detokenising token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer(template: str | None = "turns") -> Tokenizer:
 
 
 @pytest.mark.parametrize("stable_messages", [1, 2, 3])
-def test_the_boundary_ends_the_first_messages(stable_messages: int) -> None:
+def test_boundary_is_end_of_stable_messages(stable_messages: int) -> None:
     words = tokenizer()
     tokens = words.encode_chat(TALK, stable_messages=stable_messages)
     assert tokens.stable_tokens is not None
@@ -37,32 +37,32 @@ def test_the_boundary_ends_the_first_messages(stable_messages: int) -> None:
     assert words.decode(tokens.token_ids[: tokens.stable_tokens]).rstrip().endswith(TALK[stable_messages - 1].text)
 
 
-def test_the_boundary_is_cut_where_fewer_messages_render_otherwise() -> None:
+def test_boundary_is_common_prefix_of_renderings() -> None:
     words = tokenizer("last")
     tokens = words.encode_chat(TALK, stable_messages=2)
     assert tokens.stable_tokens is not None
-    told = words.decode(tokens.token_ids[: tokens.stable_tokens])
-    assert told.startswith(TALK[0].text) and "!" not in told and TALK[2].text not in told
+    stable = words.decode(tokens.token_ids[: tokens.stable_tokens])
+    assert stable.startswith(TALK[0].text) and "!" not in stable and TALK[2].text not in stable
 
 
-def test_a_rendering_that_begins_otherwise_leaves_next_to_nothing_stable() -> None:
+def test_different_beginning_leaves_only_bos_stable() -> None:
     tokens = tokenizer("counting").encode_chat(TALK, stable_messages=2)
-    assert tokens.stable_tokens == 1  # BOS; "4 messages" and "2 messages" part there
+    assert tokens.stable_tokens == 1  # BOS; "4 messages" and "2 messages" differ there
 
 
-def test_messages_that_the_template_cannot_render_alone_have_no_boundary() -> None:
+def test_unrenderable_stable_messages_give_no_boundary() -> None:
     tokens = tokenizer("strict").encode_chat(TALK, stable_messages=1)
     assert tokens.stable_tokens is None and tokens.token_ids == tokenizer().encode_chat(TALK).token_ids
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(is_chat: bool) -> None:
+def test_overlong_text_is_rejected_before_tokenising(is_chat: bool) -> None:
     words, endless = tokenizer(), "x" * 2**20
     with pytest.raises(ContextLengthExceeded, match=r"characters are more than \d+ tokens.*length is 1000"):
         words.encode_chat([Message(role="user", content=endless)]) if is_chat else words.encode(endless)
 
 
-def test_bos_stands_once() -> None:
+def test_bos_appears_once() -> None:
     words = tokenizer()
     assert words.encode_chat(TALK).token_ids.count(BOS_ID) == 1
     assert words.encode("The dog").token_ids.count(BOS_ID) == 1
@@ -70,19 +70,19 @@ def test_bos_stands_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "tools", "param", "says"),
+    ("template", "messages", "tools", "param", "message"),
     [
         ("strict", TALK[:1], None, "messages", "a user must speak last"),
         (None, TALK, None, "messages", "no chat template"),
         ("turns", TALK, TOOLS, "tools", "ignores them"),
     ],
 )
-def test_what_the_template_cannot_say_is_refused(
-    template: str | None, messages: list[Message], tools: list[dict[str, Any]] | None, param: str, says: str
+def test_unsupported_template_input_is_rejected(
+    template: str | None, messages: list[Message], tools: list[dict[str, Any]] | None, param: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=says) as refused:
+    with pytest.raises(InvalidRequest, match=message) as raised:
         tokenizer(template).encode_chat(messages, tools=tools)
-    assert refused.value.param == param
+    assert raised.value.param == param
 
 
 def calling() -> list[Message]:
@@ -90,44 +90,44 @@ def calling() -> list[Message]:
     return [*TALK[:2], Message(role="assistant", tool_calls=[call]), Message(role="tool", content="barks")]
 
 
-def test_tools_and_calls_are_rendered_where_the_template_knows_them() -> None:
+def test_tools_and_calls_are_rendered_if_supported() -> None:
     words = tokenizer("tools")
     assert "look_up" in words.decode(words.encode_chat(TALK, tools=TOOLS).token_ids)
-    said = words.decode(words.encode_chat(calling()).token_ids)
-    assert '"word": "dog"' in said.replace('\\"', "'") and "None" not in said
+    rendered = words.decode(words.encode_chat(calling()).token_ids)
+    assert '"word": "dog"' in rendered.replace('\\"', "'") and "None" not in rendered
 
 
-def test_calls_that_the_template_would_drop_are_refused() -> None:
+def test_ignored_tool_calls_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="tool_calls"):
         tokenizer().encode_chat(calling())
 
 
-def test_content_parts_and_developer_messages_read_as_text_and_system() -> None:
+def test_content_parts_and_developer_role_are_converted() -> None:
     parts: list[Any] = [
         {"type": "text", "text": "A cache "},
         {"type": "text", "text": "holds keys.", "cache_control": {"a": 1}},
     ]
-    spoken = [Message(role="developer", content=parts), *TALK[1:]]
-    assert tokenizer().encode_chat(spoken).token_ids == tokenizer().encode_chat(TALK).token_ids
+    messages = [Message(role="developer", content=parts), *TALK[1:]]
+    assert tokenizer().encode_chat(messages).token_ids == tokenizer().encode_chat(TALK).token_ids
 
 
 @pytest.mark.parametrize("bad", [-1, 400, 2**40])
-def test_token_ids_that_do_not_exist_are_refused(bad: int) -> None:
+def test_unknown_token_ids_are_rejected(bad: int) -> None:
     with pytest.raises(InvalidRequest, match=f"token id {bad} does not exist"):
         tokenizer().check_ids([5, bad])
 
 
 @pytest.mark.parametrize("text", ["The dog.", "größer 東京は日本 🦊🦊 end", "🦊", " leading and  double "])
-def test_told_text_is_the_text_and_never_half_a_character(text: str) -> None:
+def test_detokenizer_emits_whole_characters(text: str) -> None:
     words = tokenizer()
     ids = words.encode(text).token_ids[1:]
     detokenizer = Detokenizer(words)
-    told = [detokenizer.push(i) for i in ids]
-    assert "\ufffd" not in "".join(told)
-    assert "".join(told) + detokenizer.flush() == text == words.decode(ids)
+    emitted = [detokenizer.push(i) for i in ids]
+    assert "\ufffd" not in "".join(emitted)
+    assert "".join(emitted) + detokenizer.flush() == text == words.decode(ids)
 
 
-def test_an_incomplete_character_is_told_at_the_end_only() -> None:
+def test_incomplete_character_is_emitted_by_flush() -> None:
     words = tokenizer()
     ids = words.encode("🦊").token_ids[1:-1]
     detokenizer = Detokenizer(words)

@@ -1,4 +1,4 @@
-"""Models whose layers look back a window only: the engine keeps all tokens, and writes what the model writes."""
+"""Sliding-window models: the engine keeps all tokens, and its output matches the model's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mappers.models import prefill
 from tests.workers.engines import tiny
-from tests.workers.engines.test_sequence import CLAIM, TOLERANCE, difference, written
+from tests.workers.engines.test_sequence import CLAIM, TOLERANCE, difference, generate_ids
 from workers.engines import load_engine
 from workers.engines.transformers.engine import CHUNK_TOKENS
 from workers.settings import ENGINES
@@ -29,7 +29,7 @@ SHARED = (
 
 
 def windowed_folder(folder: Path, family: str, layers: dict[str, Any]) -> Path:
-    """The folder of a tiny Llama, its model replaced by one of another family and the same size."""
+    """Save a tiny Llama, and replace its weights by a model of the same size of another family."""
     llama = transformers.LlamaConfig.from_pretrained(tiny.model_folder(folder)).to_dict()
     settings = {name: llama[name] for name in SHARED} | {"sliding_window": WINDOW, "pad_token_id": 0} | layers
     torch.manual_seed(1)
@@ -38,15 +38,15 @@ def windowed_folder(folder: Path, family: str, layers: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("engine_name", sorted(set(ENGINES) - {"vllm"}))
-@pytest.mark.parametrize("slides", MODELS)
-async def test_a_prompt_longer_than_the_window(tmp_path: Path, slides: str, engine_name: str) -> None:
-    folder = windowed_folder(tmp_path, *MODELS[slides])
+@pytest.mark.parametrize("layers", MODELS)
+async def test_prompt_longer_than_sliding_window(tmp_path: Path, layers: str, engine_name: str) -> None:
+    folder = windowed_folder(tmp_path, *MODELS[layers])
     reference = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     prompt = tiny.random_tokens(CHUNK_TOKENS + 2 * WINDOW)
     expected = tiny.greedy(reference, prompt, WINDOW + 8)
     engine = load_engine(tiny.settings_for(folder, engine=engine_name))
     async with engine.sequence(CLAIM, 400) as sequence:
-        await sequence.read(prompt)
+        await sequence.prefill(prompt)
         assert difference(sequence.kv(0, len(prompt)), prefill(reference, prompt)) < TOLERANCE
-        assert await written(sequence, len(expected)) == expected
+        assert await generate_ids(sequence, len(expected)) == expected
     await engine.aclose()

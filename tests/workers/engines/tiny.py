@@ -1,4 +1,4 @@
-"""Tiny random models with a real BPE tokenizer and a chat template, made on the spot."""
+"""Tiny random models with a real BPE tokenizer and a chat template, built on the fly."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ TURNS = (
 CONTENTS = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}"
 TEMPLATES = {
     "turns": TURNS,
-    # Tools are written before everything, calls behind their message.
+    # Renders tools first, and calls after their message.
     "tools": "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{{ m['role'] }}: {{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}",
-    # What it says first depends on how many messages there are: fewer messages do not begin the same way.
+    # Begins with the number of messages: the rendering of fewer messages begins differently.
     "counting": "{{ bos_token }}{{ messages | length }} messages\n"
     "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
-    # Closes the last message otherwise than those before it, so the rendering of fewer is cut short.
+    # Ends the last message differently, so the rendering of fewer messages shares a shorter prefix.
     "last": CONTENTS + "{% if loop.last %}!{% else %}\n{% endif %}{% endfor %}",
-    # Takes no conversation that ends with a system message.
+    # Rejects a conversation that ends with a system message.
     "strict": "{% if messages[-1]['role'] == 'system' %}{{ raise_exception('a user must speak last') }}{% endif %}"
     + TURNS,
 }
 
 
 def tokenizer(template: str | None = "turns") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about 400 entries that puts BOS before every text."""
+    """Train a byte-level BPE tokenizer of about 400 entries that adds BOS to every text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def tokenizer(template: str | None = "turns") -> PreTrainedTokenizerFast:
 def model_folder(
     folder: Path, *, seed: int = 0, num_layers: int = 3, template: str | None = "turns", **changes: Any
 ) -> Path:
-    """A model of random weights whose predictions depend on what it reads (the wide initialisation sees to that)."""
+    """Save a model of random weights, initialised widely so that its predictions depend on the prompt."""
     words = tokenizer(template)
     torch.manual_seed(seed)
     settings = {
@@ -93,21 +93,21 @@ def settings_for(folder: Path, **changes: Any) -> WorkerSettings:
 
 
 def reference(folder: Path) -> LlamaForCausalLM:
-    """The same model, run by transformers itself."""
+    """Load the model with transformers itself."""
     return LlamaForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
 
 
 def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers' own `generate` writes after the prompt, end token included."""
+    """Return what transformers' own `generate` appends to the prompt, end token included."""
     ids = torch.tensor([list(prompt)])
-    written = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
     )
-    tokens: list[int] = written[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> list[int]:
-    """Ordinary tokens: no special ones, the same for the same seed."""
+    """Return tokens without special ones, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 380, (num_tokens,), generator=generator).tolist()

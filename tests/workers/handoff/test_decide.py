@@ -72,7 +72,7 @@ def test_costs_depend_on_length_and_forget() -> None:
     assert costs.handoff_s(500) == pytest.approx(0.25)
     assert costs.prefill == {0: 400.0, 256: 300.0, 512: 200.0} and costs.handoff == {512: 2000.0}
     clock.now += FRESH_S + 1
-    assert not meter.costs.are_known and meter.rate("prefill") == 250.0
+    assert not meter.costs.are_measured and meter.rate("prefill") == 250.0
 
 
 # -- as its caller meets it -------------------------------------------------------------------------------------------

@@ -348,7 +348,7 @@ async def test_only_what_was_asked_and_mapped_is_compared(folder: Path, good: Pa
 async def test_an_engine_that_tells_no_distributions_is_not_asked_for_them(
     folder: Path, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TransformersEngine, "tells_distributions", False)
+    monkeypatch.setattr(TransformersEngine, "supports_logprobs", False)
     async with pair_of(folder, folder, good) as pair:
         shadow = shadow_of(pair[1])
         assert content(await mapped_answer(pair))

@@ -25,7 +25,7 @@ def at_most(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     async def load_some(sequence: TransformersSequence, token_ids: Sequence[int], source: KVSource) -> None:
         await load(sequence, token_ids, source)
         sequence.truncate(min(num_tokens, len(token_ids)))
-        await sequence.read(token_ids[num_tokens:])
+        await sequence.prefill(token_ids[num_tokens:])
 
     monkeypatch.setattr(TransformersSequence, "load", load_some)
     return num_tokens

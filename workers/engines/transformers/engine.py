@@ -1,11 +1,8 @@
-"""`TransformersEngine`: sequences over one model, one bounded step at a time on the compute thread.
+"""`TransformersEngine`: sequences over one Hugging Face model, run in bounded steps on the compute thread.
 
-A prompt is read a chunk a step, each sequence for itself; the tokens of answers are written by all of them together, a
-round a step (`workers.engines.scheduling`). Steps of equal priority run in the order in which they came.
-
-`Sampler`: one token out of logits, by transformers' own warpers.
-
-Loads a Hugging Face model, its tokenizer and what the worker must know of them, from a folder or a hub name."""
+Each sequence prefills its prompt one chunk a step. All sequences decode together, one token each a step (`Batcher`).
+Steps of equal priority run in order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +27,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from mappers.cache import KVCache, KVGeometry
 from mappers.errors import MapperError
-from mappers.models import load_tokenizer, local_folder
+from mappers.models import local_folder
 from workers.api.config import SettingsError
-from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence, describe
+from workers.engines.base import Engine, KVSource, ModelInfo, Sampling, Token, TokenSequence, describe_model
 from workers.engines.scheduling import BACKGROUND, Admission, Batcher, Claim, Compute, set_compute_threads
 from workers.engines.tokenizer import Tokenizer
 from workers.engines.transformers.forward import attention_for, can_batch, decode, make_rowwise
@@ -42,13 +39,14 @@ from workers.settings import WorkerSettings
 
 R = TypeVar("R")
 
-CHUNK_TOKENS = 256  # the longest step: what a hang-up, a deadline or another request waits for at most
-MAX_BATCH = 8  # answers that go on in one round
+CHUNK_TOKENS = 256  # the longest step, and so the longest delay of a cancellation, a deadline or another request
+MAX_BATCH = 8  # sequences in one decode step
+MIN_TEMPERATURE = 1e-5  # lower temperatures would overflow the logits, and are greedy, as in vLLM
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """What a sequence wants of a round: to read the token that was written last, and to choose the next one."""
+    """A sequence's part of a decode step: append its last generated token and choose the next one."""
 
     sequence: TransformersSequence
     token_id: int
@@ -56,10 +54,10 @@ class DecodeRow:
 
 
 class TransformersEngine(Engine):
-    """Runs `model` on a thread of its own with `num_threads` of the CPU. See `workers.engines.transformers.engine`."""
+    """Runs `model` on a compute thread of its own that uses `num_threads` of the CPU. `load` creates it."""
 
     name = "transformers"
-    tells_distributions = True
+    supports_logprobs = True
 
     def __init__(
         self, model: PreTrainedModel, info: ModelInfo, tokenizer: Tokenizer, admission: Admission, num_threads: int
@@ -70,8 +68,8 @@ class TransformersEngine(Engine):
         self.rates = RateMeter()
         self.hf_model = model
         self.compute = Compute(on_start=lambda: _on_start(num_threads))
-        self.rooms = BufferPool()
-        self.rounds = Batcher(self._run_round, MAX_BATCH if can_batch(model) else 1)
+        self.buffers = BufferPool()
+        self.batcher = Batcher(self._run_batch, MAX_BATCH if can_batch(model) else 1)
 
     @asynccontextmanager
     async def sequence(self, claim: Claim, capacity: int) -> AsyncIterator[TokenSequence]:
@@ -84,22 +82,28 @@ class TransformersEngine(Engine):
     async def aclose(self) -> None:
         self.compute.close()
 
-    async def _run_round(self, rows: Sequence[DecodeRow], priority: int) -> Sequence[Token | Exception]:
+    async def _run_batch(self, rows: Sequence[DecodeRow], priority: int) -> Sequence[Token | Exception]:
         return await self.compute.run(partial(self._decode, rows), priority=priority)
 
     def _decode(self, rows: Sequence[DecodeRow]) -> list[Token | Exception]:
-        """A round. Runs on the compute thread."""
-        began = time.perf_counter()
+        """Run one decode step. Runs on the compute thread."""
+        started = time.perf_counter()
         logits = decode(self.hf_model, [row.sequence.memory for row in rows], [row.token_id for row in rows])
-        for row, of_row in zip(rows, logits, strict=True):
-            row.sequence.note_read(row.token_id, of_row)
-        tokens = [_chosen(row.sampler, of_row) for row, of_row in zip(rows, logits, strict=True)]
-        self.rates.record("decode", 1, time.perf_counter() - began)  # what one answer sees
+        for row, row_logits in zip(rows, logits, strict=True):
+            row.sequence.append_decoded(row.token_id, row_logits)
+        tokens: list[Token | Exception] = []
+        for row, row_logits in zip(rows, logits, strict=True):
+            try:
+                tokens.append(row.sampler.choose(row_logits))
+            except Exception as error:  # logits that are not numbers, say: it concerns this row alone
+                tokens.append(error)
+        self.rates.record("decode", 1, time.perf_counter() - started)  # as seen by one answer
         return tokens
 
 
 class TransformersSequence(TokenSequence):
-    """Each step checks the deadline and queues for the compute thread. Cancelled, it waits out a running step."""
+    """Checks the deadline before each step and queues it on the compute thread. If cancelled, waits for a running
+    step."""
 
     def __init__(self, engine: TransformersEngine, claim: Claim, capacity: int):
         self.token_ids = []
@@ -112,9 +116,9 @@ class TransformersSequence(TokenSequence):
             dtype=engine.hf_model.dtype,
             device=engine.hf_model.device,
             limit=engine.model.max_model_len,
-            rooms=engine.rooms,
+            buffers=engine.buffers,
         )
-        self._logits: Tensor | None = None  # (vocab,), of the token read last
+        self._logits: Tensor | None = None  # (vocab,), after the last token
         self._num_loaded = 0
 
     @property
@@ -130,30 +134,30 @@ class TransformersSequence(TokenSequence):
         self.token_ids.extend(token_ids)
         self._num_loaded = len(token_ids)
 
-    async def read(self, token_ids: Sequence[int]) -> None:
+    async def prefill(self, token_ids: Sequence[int]) -> None:
         for chunk in _chunks(token_ids):
             await self._step(partial(self._prefill, chunk))
 
     async def predict(self, token_ids: Sequence[int]) -> list[int]:
         predicted: list[int] = []
         for chunk in _chunks(token_ids):
-            predicted += await self._step(partial(self._most_likely, chunk))
+            predicted += await self._step(partial(self._predict, chunk))
         return predicted
 
     async def logprobs(self, token_ids: Sequence[int]) -> Tensor:
-        return await self._step(partial(self._distributions, token_ids))
+        return await self._step(partial(self._logprobs, token_ids))
 
     async def generate(self, sampling: Sampling, max_tokens: int) -> AsyncGenerator[Token, None]:
         sampler = Sampler(sampling, self._engine.hf_model.device)
         if self._logits is None:
-            raise ValueError("nothing was read yet: a token can only follow another")
+            raise ValueError("generate needs a prefilled token to continue from")
         logits = self._logits
         token = await self._step(partial(sampler.choose, logits))
         yield token
         for _ in range(max_tokens - 1):
             self._claim.check()
             row = DecodeRow(self, token.id, sampler)
-            token = await self._engine.rounds.join(row, priority=self._claim.priority)
+            token = await self._engine.batcher.join(row, priority=self._claim.priority)
             yield token
 
     def truncate(self, num_tokens: int) -> None:
@@ -169,28 +173,28 @@ class TransformersSequence(TokenSequence):
         self._claim.check()
         return await self._engine.compute.run(step, priority=self._claim.priority)
 
-    # What follows runs on the compute thread.
+    # The methods below run on the compute thread.
 
-    def _prefill(self, token_ids: Sequence[int]) -> None:
-        began, before = time.perf_counter(), self.num_tokens
-        self._logits = self._forward(token_ids, num_logits=1)[-1]
-        if self._claim.priority > BACKGROUND:  # which reads in smaller chunks
-            self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - began, length=before)
-
-    def note_read(self, token_id: int, logits: Tensor) -> None:
-        """A round has read this token into `memory`; `logits` are `(vocab,)`."""
+    def append_decoded(self, token_id: int, logits: Tensor) -> None:
+        """Note a token that a decode step has added to `memory`. `logits` are `(vocab,)`."""
         self.token_ids.append(token_id)
         self._logits = logits
 
-    def _most_likely(self, token_ids: Sequence[int]) -> list[int]:
+    def _prefill(self, token_ids: Sequence[int]) -> None:
+        started, num_before = time.perf_counter(), self.num_tokens
+        self._logits = self._forward(token_ids, num_logits=1)[-1]
+        if self._claim.priority > BACKGROUND:  # background work prefills in smaller chunks
+            self._engine.rates.record("prefill", len(token_ids), time.perf_counter() - started, length=num_before)
+
+    def _predict(self, token_ids: Sequence[int]) -> list[int]:
         ids: list[int] = self._forward(token_ids, num_logits=len(token_ids)).argmax(dim=-1).tolist()
         return ids
 
-    def _distributions(self, token_ids: Sequence[int]) -> Tensor:
+    def _logprobs(self, token_ids: Sequence[int]) -> Tensor:
         return self._forward(token_ids, num_logits=len(token_ids)).float().log_softmax(dim=-1).cpu()
 
     def _forward(self, token_ids: Sequence[int], *, num_logits: int) -> Tensor:
-        """Read `token_ids`; logits after the last `num_logits` of them, `(num_logits, vocab)`."""
+        """Prefill `token_ids` and return the logits after the last `num_logits` of them, `(num_logits, vocab)`."""
         begin = self.num_tokens
         end = begin + len(token_ids)
         self.memory.reserve(end)
@@ -207,29 +211,9 @@ class TransformersSequence(TokenSequence):
         return logits
 
 
-def _chunks(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    for begin in range(0, len(token_ids), CHUNK_TOKENS):
-        yield token_ids[begin : begin + CHUNK_TOKENS]
-
-
-def _chosen(sampler: Sampler, logits: Tensor) -> Token | Exception:
-    """What goes wrong here, by logits that are no numbers say, is this answer's own affair."""
-    try:
-        return sampler.choose(logits)
-    except Exception as error:
-        return error
-
-
-def _on_start(num_threads: int) -> None:
-    set_compute_threads(num_threads)
-    torch.set_grad_enabled(False)  # for this thread only
-
-
-MIN_TEMPERATURE = 1e-5  # below it, logits that are divided by it are numbers no more; so it is greedy, as in vLLM
-
-
 class Sampler:
-    """Draws the tokens of one answer. With a seed, the same logits give the same tokens."""
+    """Chooses the tokens of one answer with transformers' logits warpers. With a seed, equal logits give equal
+    tokens."""
 
     def __init__(self, sampling: Sampling, device: torch.device):
         self._greedy = sampling.temperature < MIN_TEMPERATURE
@@ -246,34 +230,28 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor) -> Token:
-        """`logits` is `(vocab,)`."""
+        """Choose a token from logits `(vocab,)`."""
         logprobs = logits.float().log_softmax(dim=-1)
         token_id = int(logprobs.argmax()) if self._greedy else self._draw(logits.float())
-        return Token(token_id, float(logprobs[token_id]), _top(logprobs, self._num_top))
+        top: tuple[tuple[int, float], ...] = ()
+        if self._num_top:
+            values, ids = logprobs.topk(min(self._num_top, logprobs.shape[0]))
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return Token(token_id, float(logprobs[token_id]), top)
 
     def _draw(self, logits: Tensor) -> int:
         scores = self._warpers(torch.empty((1, 0), dtype=torch.long, device=logits.device), logits[None])
         return int(torch.multinomial(scores.softmax(dim=-1)[0], 1, generator=self._generator))
 
 
-def _top(logprobs: Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
-    if not num_top:
-        return ()
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
-
-
 def load(settings: WorkerSettings) -> TransformersEngine:
-    """The engine of one worker, its model in memory. Raises `SettingsError`."""
-    torch.set_num_threads(1)  # only the engine's own thread shares its work out
-    disable_progress_bar()  # a worker's log is no terminal
+    """Load the model and tokenizer of a worker, from a folder or a hub name. Raises `SettingsError`."""
+    torch.set_num_threads(1)  # only the compute thread uses more
+    disable_progress_bar()  # a worker's log is not a terminal
     try:
         folder = local_folder(settings.model)
         model = _load_model(settings, folder)
-        info = describe(settings, folder, model.config, model.generation_config)
-        tokenizer = Tokenizer(
-            load_tokenizer(folder), model=info.name, vocab_size=info.vocab_size, max_tokens=info.max_model_len
-        )
+        info, tokenizer = describe_model(settings, folder, model.config, model.generation_config)
     except MapperError as error:
         raise SettingsError(f"worker {settings.id!r}: {error}") from error
     admission = Admission(max_running=settings.max_running, max_waiting=settings.max_queue)
@@ -282,9 +260,10 @@ def load(settings: WorkerSettings) -> TransformersEngine:
 
 def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
     device = torch.device(settings.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    num_devices = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= num_devices:
         raise SettingsError(
-            f"worker {settings.id!r}: device {settings.device!r}; CUDA devices here: {torch.cuda.device_count()}"
+            f"worker {settings.id!r}: device {settings.device!r} does not exist; CUDA devices: {num_devices}"
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -296,3 +275,13 @@ def _load_model(settings: WorkerSettings, folder: Path) -> PreTrainedModel:
     if can_batch(loaded):
         make_rowwise(loaded)
     return loaded
+
+
+def _chunks(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for begin in range(0, len(token_ids), CHUNK_TOKENS):
+        yield token_ids[begin : begin + CHUNK_TOKENS]
+
+
+def _on_start(num_threads: int) -> None:
+    set_compute_threads(num_threads)
+    torch.set_grad_enabled(False)  # affects this thread only

@@ -1,30 +1,11 @@
-"""SDPA with grouped queries kept grouped.
+"""The model's forward pass on the CPU: grouped attention, row-wise linear layers, and one decode step for a batch.
 
-transformers repeats keys and values for every query head whenever there is a mask, since CUDA's kernels want it so.
-The CPU's do not: passing them as they are saves copying the whole cache in every layer of every chunk.
+    new tokens    (B, 1)          embeddings, norms, linear layers and positions process all rows together
+    KV            memory 0..B-1   of different lengths: appended to and attended over one by one, not padded or copied
 
-Linear layers that compute each row of a batch as they would compute it alone, to the last bit.
-
-A product of a matrix with several rows at once sums in another order than one with a single row, so an answer would
-depend on what else runs. What makes a batch cheap is not that product, though: it is that the weights come from memory
-once. So each block of them is multiplied with one row after the other, while the processor's cache still holds it:
-
-    block of the weight    |████|....|....|    row 0, row 1, row 2, then the next block
-
-A matrix times one row runs on one thread in MKL, and one thread does not fill the way to the memory. As a batch of
-products, a part of the block each, it runs on all: on two cores in six tenths of the time.
-
-A prompt's tokens are one product, with the factors turned: MKL cuts the first one into panels for its threads, which
-should be the large one. At 4 tokens that takes six tenths of the time, at 64 four fifths.
-
-One new token of several sequences in one forward pass, each over a working memory of its own.
-
-    new tokens    (B, 1)      norms, embeddings, linear layers (`rowwise`) and positions take them together
-    KV            memory 0 .. B-1, of different lengths: written and attended over one by one, neither padded nor copied
-
-Every row comes out as it would alone, so that the tokens of a greedy answer do not depend on what else runs. That holds
-for models whose layers do not mix rows: those of `BATCHED`, each of which a test compares bit by bit. Mixtures of
-experts do mix them, and so does a RoPE whose factors depend on the longest row.
+Each row of a batch is bit for bit what it would be alone, so the tokens of a greedy answer do not depend on what else
+runs. This holds for models whose layers do not mix rows: those in `BATCHED`, each compared by a test. Mixtures of
+experts mix rows, and so does a RoPE whose factors depend on the longest row.
 """
 
 from __future__ import annotations
@@ -41,24 +22,29 @@ from transformers.masking_utils import sdpa_mask
 from mappers.model_config import constant_positions
 from workers.engines.transformers.memory import WorkingMemory
 
-NAME = "kvrelay_grouped_sdpa"
+ATTENTION = "kvrelay_grouped_sdpa"
+BLOCK_BYTES = 4 * 2**20
+BLOCK_ROWS_MULTIPLE = 64  # divisible by most numbers of threads
+BATCHED = frozenset({"gemma3_text", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"})
+
+# -- attention ----------------------------------------------------------------------------------------------------
 
 
 def attention_for(device: torch.device) -> str:
-    """The `attn_implementation` to load a model with."""
+    """Return the `attn_implementation` to load a model with."""
     if device.type != "cpu":
         return "sdpa"
-    AttentionInterface.register(NAME, grouped_sdpa)
-    AttentionMaskInterface.register(NAME, float_mask)
-    return NAME
+    AttentionInterface.register(ATTENTION, grouped_sdpa)
+    AttentionMaskInterface.register(ATTENTION, float_mask)
+    return ATTENTION
 
 
 def float_mask(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
-    """`sdpa_mask` as what is added to the scores, 0 or minus infinity: of truth values, each layer would make that."""
-    seen = sdpa_mask(*args, dtype=dtype, **kwargs)
-    if seen is None:
+    """Return `sdpa_mask` as a bias of 0 or minus infinity. Every layer would convert a boolean mask again."""
+    visible = sdpa_mask(*args, dtype=dtype, **kwargs)
+    if visible is None:
         return None
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def grouped_sdpa(
@@ -71,15 +57,19 @@ def grouped_sdpa(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`query` is `(1, heads, new tokens, dim)`, `key` and `value` `(1, kv heads, all tokens, dim)`.
+    """SDPA that keeps grouped queries grouped.
 
-    Without a mask, either one new token sees everything, or new tokens and all tokens are the same and see backwards.
-    One new token of each of B sequences, `(B, heads, 1, dim)`, comes with a tuple of B keys and one of B values.
+    With a mask, transformers repeats keys and values for every query head, which CUDA's kernels need. The CPU's do not:
+    this saves copying the whole cache in every layer of every chunk.
+
+    `query` is `(1, heads, new tokens, dim)`, `key` and `value` `(1, kv heads, all tokens, dim)`. Without a mask, either
+    there is one new token, which sees everything, or all tokens are new and attention is causal. One new token of each
+    of B sequences, `(B, heads, 1, dim)`, comes with a tuple of B keys and one of B values.
     """
     if isinstance(key, tuple):
-        seen = slice(-sliding_window, None) if sliding_window else slice(None)
+        visible = slice(-sliding_window, None) if sliding_window else slice(None)
         rows = zip(query.chunk(len(key)), key, value, strict=True)
-        attended = [_attend(q, k[:, :, seen], v[:, :, seen], None, scaling) for q, k, v in rows]
+        attended = [_attend(q, k[:, :, visible], v[:, :, visible], None, scaling) for q, k, v in rows]
         return torch.cat(attended), None  # (B, 1, heads, dim)
     return _attend(query, key, value, attention_mask, scaling), None
 
@@ -97,40 +87,63 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | 
     return attended.transpose(1, 2).contiguous()  # (1, new tokens, heads, dim)
 
 
-BLOCK_BYTES = 4 * 2**20
-ALIGNED = 64  # rows of a block come in so many, which most numbers of threads divide
+# -- linear layers ------------------------------------------------------------------------------------------------
 
 
 class RowwiseLinear(nn.Linear):
-    """`linear` once more, over the same parameters. Rows of a batch are `(B, 1, in)`, prompts `(1, T, in)`."""
+    """A linear layer that computes each row of a batch exactly as it would alone. Shares `linear`'s parameters.
+
+    Rows of a batch are `(B, 1, in)`, prompts `(1, T, in)`. A product of a matrix with several rows sums in another
+    order than one with a single row, so answers would depend on what else runs. But a batch is cheap because the
+    weights are read from memory once, not because of that product. So each block of weights is multiplied with one row
+    after the other while it is in the processor's cache:
+
+        block of the weight    |████|....|....|    row 0, row 1, row 2, then the next block
+
+    A prompt is one product with swapped factors: MKL splits the first factor among its threads, which should be the
+    larger one. This takes 60% of the time at 4 tokens, 80% at 64.
+    """
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self._block_rows = max(1, BLOCK_BYTES // linear.weight[0].nbytes // ALIGNED) * ALIGNED
+        multiples = BLOCK_BYTES // linear.weight[0].nbytes // BLOCK_ROWS_MULTIPLE
+        self._block_rows = max(1, multiples) * BLOCK_ROWS_MULTIPLE
 
     def forward(self, input: Tensor) -> Tensor:
         if input.ndim != 3:
             return super().forward(input)
         if input.shape[1] != 1:
-            return _turned(input, self.weight, self.bias)
+            return _swapped_product(input, self.weight, self.bias)
         tokens = input.unbind(0)  # (1, in) each
         weights = self.blocks_of(self.weight)
         biases = [None] * len(weights) if self.bias is None else self.blocks_of(self.bias)
         blocks = [
-            _joined([_shared_product(token, weight, bias) for token in tokens], dim=0)
+            _concatenate([_row_product(token, weight, bias) for token in tokens], dim=0)
             for weight, bias in zip(weights, biases, strict=True)
         ]  # (B, part of out) each
-        return _joined(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
+        return _concatenate(blocks, dim=1).unsqueeze(1)  # (B, 1, out)
 
     def blocks_of(self, parameter: Tensor) -> list[Tensor]:
-        """The weight or the bias, cut between the blocks."""
+        """Return the weight or the bias, cut into blocks."""
         rows = self._block_rows
         return [parameter[begin : begin + rows] for begin in range(0, len(parameter), rows)]
 
 
-def _shared_product(token: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`token @ weight.t() + bias` of `(1, in)`, `(1, out)`, the weight's rows shared out among the threads."""
+def make_rowwise(model: nn.Module) -> None:
+    """Replace every linear layer of `model` by a `RowwiseLinear` over the same parameters."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, RowwiseLinear(child))
+
+
+def _row_product(token: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `token @ weight.t() + bias` of `(1, in)`, `(1, out)`, with the weight's rows split among the threads.
+
+    MKL multiplies a matrix with one row on one thread, which does not use the whole memory bandwidth. As a batch of
+    products, each over a part of the block, it runs on all threads: in 60% of the time on two cores.
+    """
     size = len(weight)
     parts = next(n for n in range(torch.get_num_threads(), 0, -1) if size % n == 0)
     shares = weight.view(parts, size // parts, -1)
@@ -138,27 +151,19 @@ def _shared_product(token: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return product if bias is None else product + bias
 
 
-def _turned(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`chunk @ weight.t() + bias` of `(..., T, in)`, as (weight @ chunk.t()).t()."""
+def _swapped_product(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute `chunk @ weight.t() + bias` of `(..., T, in)` as (weight @ chunk.t()).t()."""
     product = torch.mm(weight, chunk.flatten(0, -2).t()).t().contiguous()  # (T, out)
     if bias is not None:
         product += bias
     return product.view(*chunk.shape[:-1], len(weight))
 
 
-def make_rowwise(model: nn.Module) -> None:
-    """Put `RowwiseLinear` in the place of every linear layer of `model`, over the same parameters."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, RowwiseLinear(child))
-
-
-def _joined(parts: list[Tensor], *, dim: int) -> Tensor:
+def _concatenate(parts: list[Tensor], *, dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-BATCHED = frozenset({"gemma3_text", "llama", "mistral", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"})
+# -- batched decoding ---------------------------------------------------------------------------------------------
 
 
 def can_batch(model: PreTrainedModel) -> bool:
@@ -166,45 +171,39 @@ def can_batch(model: PreTrainedModel) -> bool:
     return (
         config.model_type in BATCHED
         and constant_positions(config) is None
-        and config._attn_implementation == NAME
+        and config._attn_implementation == ATTENTION
     )
 
 
 def decode(model: PreTrainedModel, memories: Sequence[WorkingMemory], token_ids: Sequence[int]) -> Tensor:
-    """Read one token into each memory; logits after it, `(B, vocab)`. Without `can_batch`, B must be 1. Where it
-    fails, the memories hold what they held."""
+    """Append one token to each memory and return the logits after it, `(B, vocab)`. B must be 1 unless `can_batch`.
+    On an error the memories are unchanged."""
     positions = [memory.num_tokens for memory in memories]
     try:
-        return _decoded(model, memories, token_ids, positions)
+        for memory, position in zip(memories, positions, strict=True):
+            memory.reserve(position + 1)
+        output = model(
+            input_ids=torch.tensor(token_ids, device=model.device)[:, None],  # (B, 1)
+            position_ids=torch.tensor(positions, device=model.device)[:, None],
+            past_key_values=_batched_cache(memories) if can_batch(model) else memories[0].cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
     except Exception:
         for memory, position in zip(memories, positions, strict=True):
             memory.resize(position)
         raise
 
 
-def _decoded(
-    model: PreTrainedModel, memories: Sequence[WorkingMemory], token_ids: Sequence[int], positions: Sequence[int]
-) -> Tensor:
-    for memory, position in zip(memories, positions, strict=True):
-        memory.reserve(position + 1)
-    output = model(
-        input_ids=torch.tensor(token_ids, device=model.device)[:, None],  # (B, 1)
-        position_ids=torch.tensor(positions, device=model.device)[:, None],
-        past_key_values=_joined_cache(memories) if can_batch(model) else memories[0].cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits: Tensor = output.logits[:, -1]
-    return logits
-
-
-def _joined_cache(memories: Sequence[WorkingMemory]) -> Cache:
+def _batched_cache(memories: Sequence[WorkingMemory]) -> Cache:
     layers = zip(*(memory.cache.layers for memory in memories), strict=True)
-    return Cache(layers=[_JoinedLayer(of_each) for of_each in layers])
+    return Cache(layers=[_BatchedLayer(rows) for rows in layers])
 
 
-class _JoinedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by mypy
-    """One layer of several working memories. What it gives to attention are tuples: a tensor for each of them."""
+class _BatchedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by mypy
+    """One layer of several working memories. Attention gets tuples with one tensor per memory."""
 
     is_sliding = False
 
@@ -214,7 +213,7 @@ class _JoinedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is no
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do: each memory was allocated with its sequence."""
+        """Do nothing: each memory was allocated with its sequence."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -225,7 +224,7 @@ class _JoinedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is no
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # no mask: each new token sees all that stands in its own memory
+        return query_length, 0  # no mask: each new token sees its whole memory
 
     def get_seq_length(self) -> int:
         return 0

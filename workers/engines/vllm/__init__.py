@@ -1,17 +1,13 @@
-"""vLLM as an engine, and its connector, which is of use without the rest of a worker.
+"""vLLM as an engine, and its KV connector, which also works in a vLLM server without the rest of a worker.
 
-    params.py      what travels in `kv_transfer_params`, there and back
-    plan.py        from tickets to what is loaded, checked; plain functions
-    steps.py       what one step of vLLM loads and saves
-    scheduling.py  the connector's side in vLLM's scheduler: says how much is known, publishes what was saved
-    moving.py      the connector's side in a vLLM worker: between pools and paged blocks
-    paged.py       how keys and values lie in paged blocks, on the CPU and on CUDA
-    exchange.py    the pool in which published KV stands while it is lent
-    shards.py      which heads a worker of a tensor-parallel group holds
-    config.py      the connector's settings, and what it learns of vLLM's model
-    connector.py   both sides behind `KVConnectorBase_V1`; the only file that vLLM loads by name
-    engine.py      a worker's `Engine` over vLLM's asynchronous one
-    loading.py     starts that from a worker's settings
+    plan.py        what `kv_transfer_params` holds, and the checked plan of what is loaded; plain values and functions
+    scheduler.py   the connector in vLLM's scheduler: offers loads, publishes saved KV
+    worker.py      the connector in a vLLM worker: copies between pools and paged blocks
+    paged.py       the layout of keys and values in paged blocks, on the CPU and on CUDA
+    config.py      the connector's settings, and what it needs to know of vLLM's model
+    connector.py   both sides behind `KVConnectorBase_V1`; vLLM loads this file by name
+    engine.py      a worker's `Engine` over vLLM's asynchronous engine
+    loading.py     starts that engine from a worker's settings
 
 Nothing here is imported where another engine runs.
 """

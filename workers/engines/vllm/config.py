@@ -1,5 +1,4 @@
-"""What the connector is told (`kv_connector_extra_config`) and what it learns of vLLM's model: its two sides are made
-of that."""
+"""The connector's settings (`kv_connector_extra_config`), and what it needs to know of vLLM's model."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class ConnectorSettings(BaseModel):
-    """`name` stands in the exchange's file name, `model` is what tickets call our model, `transports` are those that a
-    step may wait for. `parent` is the process that vLLM's is to end with."""
+    """`name` is part of the exchange's file name. `model` is this model's name in tickets. `transports` are those that
+    a step may wait for. `parent` is the process whose end also ends vLLM's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,8 +51,8 @@ class ConnectorSettings(BaseModel):
             raise SettingsError(f"kv_connector_extra_config: {first_problem(error)}") from error
 
     def follow_parent(self, *, is_worker: bool) -> None:
-        """vLLM's workers follow the process that started them, which is either this one or one that follows `parent`.
-        Raises `SettingsError` where that has ended already."""
+        """End this process with its parent. A vLLM worker follows the process that started it, which is either `parent`
+        or follows it in turn. Raises `SettingsError` if the parent has already ended."""
         if self.parent is not None:
             try:
                 die_with_parent(0 if is_worker else self.parent)
@@ -63,7 +62,7 @@ class ConnectorSettings(BaseModel):
 
 @dataclass(frozen=True)
 class EngineModel:
-    """vLLM's model as kvrelay names it. `layout` is that of the exchange: all heads, whatever a worker holds."""
+    """vLLM's model in kvrelay's terms. `layout` is the exchange's: it has all heads, whatever a worker holds."""
 
     folder: Path
     name: str
@@ -102,25 +101,25 @@ class EngineModel:
             raise SettingsError(f"kvrelay's connector cannot serve {model.model!r}: {error}") from error
 
     def check(self, kv_cache_config: Any, load_failure_policy: str) -> None:
-        """Raise `SettingsError` for what the connector cannot serve."""
+        """Raise `SettingsError` if the connector cannot serve this configuration."""
         if load_failure_policy != "recompute":
             raise SettingsError(
-                f"kv_load_failure_policy is {load_failure_policy!r}; it must be 'recompute', or a source that cannot "
-                "be read becomes an error of the request"
+                f"kv_load_failure_policy is {load_failure_policy!r}; it must be 'recompute': otherwise a source that "
+                "cannot be read fails the request"
             )
         if self.schedules_ahead:
             raise SettingsError(
-                "vLLM schedules asynchronously; it must not (--no-async-scheduling), or what a step has made over a "
-                "source that could not be read goes into the answer"
+                "async scheduling is on; turn it off (--no-async-scheduling): it would put into the answer what a step "
+                "has computed over a source that could not be read"
             )
         if self.paged_dtype not in ("auto", self.layout.dtype):
-            raise SettingsError(f"vLLM keeps KV as {self.paged_dtype}; kvrelay moves it as {self.layout.dtype} only")
-        if reason := refusal_of(kv_cache_config):
+            raise SettingsError(f"vLLM stores KV as {self.paged_dtype}; kvrelay supports {self.layout.dtype} only")
+        if reason := unsupported_reason(kv_cache_config):
             raise SettingsError(f"kvrelay's connector cannot serve {self.name}: {reason}")
 
     def in_order(self, kv_caches: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """vLLM's layers in the model's order."""
-        by_number = {number_of(name): cache for name, cache in kv_caches.items()}
+        """Return vLLM's layers in the model's order."""
+        by_number = {layer_number(name): cache for name, cache in kv_caches.items()}
         if sorted(by_number) != list(range(self.layout.num_layers)):
             raise SettingsError(
                 f"vLLM has KV of layers {sorted(by_number)}; {self.name} has {self.layout.num_layers} layers"
@@ -148,23 +147,23 @@ class EngineModel:
         )
 
 
-def refusal_of(kv_cache_config: Any) -> str | None:
-    """Why KV that is laid out so can be neither loaded nor saved, None if it can."""
+def unsupported_reason(kv_cache_config: Any) -> str | None:
+    """Return why KV of this layout cannot be loaded and saved, None if it can."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        return f"its layers form {len(groups)} KV groups (hybrid); tickets hold one kind of KV for all layers"
+        return f"its layers form {len(groups)} KV groups (hybrid); a ticket holds one kind of KV for all layers"
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if getattr(spec, "sliding_window", None) is not None or "SlidingWindow" in kind:
-        return f"its layers have a sliding window ({kind}): vLLM forgets what a ticket holds"
+        return f"its layers have a sliding window ({kind}); vLLM drops KV that a ticket holds"
     if kind != "FullAttentionSpec":
         return f"its KV is {kind}; keys and values of full attention are needed"
     return None
 
 
-def number_of(layer_name: str) -> int:
-    """The number in a name like `model.layers.7.self_attn.attn`."""
-    found = _LAYER.search(layer_name)
+def layer_number(name: str) -> int:
+    """Return the number in a name like `model.layers.7.self_attn.attn`."""
+    found = _LAYER.search(name)
     if found is None:
-        raise SettingsError(f"vLLM's layer {layer_name!r} has no number in its name")
+        raise SettingsError(f"vLLM's layer {name!r} has no number in its name")
     return int(found.group(1))

@@ -1,12 +1,13 @@
-"""`KvrelayConnector`: both sides behind vLLM's `KVConnectorBase_V1`. vLLM makes one in its scheduler and one in every
-worker; it is loaded by
+"""`KvrelayConnector`: both sides behind vLLM's `KVConnectorBase_V1`, one in its scheduler and one in every worker.
+
+vLLM loads it with
 
     --kv-transfer-config '{"kv_connector": "KvrelayConnector", "kv_role": "kv_both",
                            "kv_connector_module_path": "workers.engines.vllm.connector",
                            "kv_load_failure_policy": "recompute",
                            "kv_connector_extra_config": {"bundles": ["bundles/smol"]}}'
 
-Loading is synchronous: it is done before the forward pass of the step that needs it. Checked against vLLM 0.32.
+Loading is synchronous: it ends before the forward pass of the step that needs it. Tested with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from workers.engines.vllm.config import ConnectorSettings, EngineModel
-from workers.engines.vllm.paged import CpuLayout, CudaLayout, HeadRange, PagedLayout, head_range
+from workers.engines.vllm.paged import CpuLayout, CudaLayout, PagedLayout, head_range
 from workers.engines.vllm.plan import StepWork
 from workers.engines.vllm.scheduler import SchedulerSide
 from workers.engines.vllm.worker import PagedCache, WorkerSide
@@ -46,7 +47,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class SavedMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The step's saves, and whether they were done: by all workers, once the workers' words are put together."""
+    """The step's saves, and whether each succeeded: on all workers, once their results are aggregated."""
 
     saved: dict[str, bool]
 
@@ -56,7 +57,7 @@ class SavedMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Raises `SettingsError` at start for settings and models that it cannot serve."""
+    """Raises `SettingsError` at start if it cannot serve the settings or the model."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -70,7 +71,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "vLLM asks the scheduler's connector only"
+        assert self._scheduler is not None, "vLLM calls this on the scheduler's connector only"
         return self._scheduler
 
     @property
@@ -81,52 +82,55 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- in the scheduler -------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        salt = self.scheduler.arrived(request)
+        salt = self.scheduler.add_request(request)
         if salt is not None:
-            _keep_under(request, salt)
+            _cache_under(request, salt)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self.scheduler.matched(request.request_id, num_computed_tokens), False
+        return self.scheduler.num_loadable(request.request_id, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.blocks_assigned(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         state = scheduler_output.kv_connector_block_state
         return StepMetadata(
-            self.scheduler.step(
+            self.scheduler.plan_step(
                 scheduler_output.num_scheduled_tokens,
                 lambda request_id: state.get_block_ids(request_id)[0],
             )
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
-        saved = told.saved if isinstance(told, SavedMetadata) else {}
+        metadata = connector_output.kv_connector_worker_meta
+        saved = metadata.saved if isinstance(metadata, SavedMetadata) else {}
         failed = connector_output.invalid_block_ids or set()
         self._kv_cache_manager.evict_blocks(failed)
-        for request in self.scheduler.settled(failed, saved):
-            _keep_under(request, secrets.token_hex(32))
+        for request in self.scheduler.end_step(failed, saved):
+            _cache_under(request, secrets.token_hex(32))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler.finished(request.request_id, is_whole=request.status in WHOLE)
+        return False, self.scheduler.finish(request.request_id, is_whole=request.status in WHOLE)
 
     # -- in a worker ------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         layers = self._model.in_order(kv_caches)
         first = self._vllm_config.compilation_config.static_forward_context[next(iter(kv_caches))]
-        cache = PagedCache(layers, self._paged_layout(layers[0], first), self._heads())
+        num_ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        rank = get_tensor_model_parallel_rank() if num_ranks > 1 else 0
+        heads = head_range(rank, num_ranks, self._model.layout.num_kv_heads)
+        cache = PagedCache(layers, self._paged_layout(layers[0], first), heads)
         self._worker = self._model.worker_side(self._settings, cache)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.load(self._get_connector_metadata().work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are there when the forward pass begins."""
+        """Do nothing: all layers are loaded before the forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what is published is read from the paged cache when the step has computed all of it."""
+        """Do nothing: published KV is read from the paged cache after the step."""
 
     def wait_for_save(self) -> None:
         self.worker.save(self._get_connector_metadata().work)
@@ -144,19 +148,14 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
 
-    def _heads(self) -> HeadRange:
-        ranks = self._vllm_config.parallel_config.tensor_parallel_size
-        rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
-        return head_range(rank, ranks, self._model.layout.num_kv_heads)
-
     def _paged_layout(self, layer: Tensor, module: Any) -> PagedLayout:
         if layer.device.type != "cpu":
             return CudaLayout()
         return CpuLayout(partial(_write_rows, module), layer.shape[2], layer.shape[3] // 2, layer.dtype)
 
 
-def _keep_under(request: Any, salt: str) -> None:
-    """Have vLLM keep what it has not kept of this request yet under that salt."""
+def _cache_under(request: Any, salt: str) -> None:
+    """Make vLLM cache this request's further blocks under that salt."""
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()
@@ -165,7 +164,7 @@ def _keep_under(request: Any, salt: str) -> None:
 def _write_rows(
     module: Any, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """vLLM's operation as its attention layer calls it. `module.isa` names the processor's packing, and is set only
-    when the layer is about to run."""
+    """Call vLLM's op as its attention layer does. `module.isa` names the processor's packing. It is set only when the
+    layer is about to run."""
     with torch.no_grad():
         _custom_ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, module.isa)

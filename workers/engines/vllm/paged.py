@@ -1,12 +1,10 @@
-"""Which KV heads a worker of a tensor-parallel group holds.
-
-How keys and values lie in one layer of vLLM's paged cache, and copies between there and `(H, T, D)`.
+"""The layout of keys and values in one layer of vLLM's paged cache, and copies between there and `(H, T, D)`.
 
     [blocks, heads, block_tokens, 2 * head_dim]
-    CPU     a head's keys, then its values; inside, packed as the processor's kernels want it; vLLM's operation writes
+    CPU     a head's keys, then its values; within each, packed as the processor's kernels need; written by vLLM's op
     CUDA    a token's key, then its value
 
-A slot is `block * block_tokens + token`. vLLM's operation checks no slot, and a bad one corrupts memory: they are made
+A slot is `block * block_tokens + token`. vLLM's op checks no slot, and a wrong one corrupts memory. So slots are made
 from block ids that are checked here.
 """
 
@@ -22,10 +20,15 @@ from torch import Tensor
 from workers.api.errors import TransferFailed
 from workers.pool.blocks import check_blocks, check_range
 
+# Writes tokens (T, H, D) of keys and of values into the caches (blocks, H, block_tokens, D), at slots (T,).
+WriteOp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+_BASE = 128  # digits that every floating-point type represents exactly
+
 
 @dataclass(frozen=True)
 class HeadRange:
-    """KV heads `[begin, end)` of the model."""
+    """KV heads `[begin, end)` of the model, held by one worker of a tensor-parallel group."""
 
     begin: int
     end: int
@@ -36,9 +39,9 @@ class HeadRange:
 
 
 def head_range(rank: int, num_ranks: int, num_kv_heads: int) -> HeadRange:
-    """As vLLM shares them: each rank an equal run of heads; with fewer heads than ranks, each head on several ranks."""
+    """Assign heads as vLLM does: an equal run to each rank; with fewer heads than ranks, each head to several ranks."""
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} KV heads cannot be shared equally among {num_ranks} ranks")
+        raise ValueError(f"{num_kv_heads} KV heads cannot be split equally among {num_ranks} ranks")
     if num_kv_heads >= num_ranks:
         size = num_kv_heads // num_ranks
         return HeadRange(rank * size, (rank + 1) * size)
@@ -46,22 +49,16 @@ def head_range(rank: int, num_ranks: int, num_kv_heads: int) -> HeadRange:
     return HeadRange(head, head + 1)
 
 
-# Writes tokens (T, H, D) of keys and of values into the caches (blocks, H, block_tokens, D), at slots (T,).
-WriteOp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-
-_BASE = 128  # digits that every floating-point type holds exactly
-
-
 class PagedLayout(ABC):
     """`cache` is always one layer of vLLM's, `blocks` those of one sequence from token 0 on."""
 
     def write(self, cache: Tensor, blocks: Sequence[int], begin: int, keys: Tensor, values: Tensor) -> None:
-        """Tokens `[begin, begin + T)`, `(H, T, D)` each, in any memory order and dtype."""
+        """Write tokens `[begin, begin + T)`, `(H, T, D)` each, of any memory order and dtype."""
         slots = slots_of(cache, blocks, begin, begin + keys.shape[1])
         self._write(cache, slots.to(cache.device), _rows(keys, cache), _rows(values, cache))
 
     def read(self, cache: Tensor, blocks: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `num_tokens` tokens, `(H, T, D)`, copied."""
+        """Copy out the keys and values of the first `num_tokens` tokens, `(H, T, D)`."""
         size = cache.shape[2]
         check_blocks(blocks, cache.shape[0], TransferFailed)
         check_range(blocks, 0, num_tokens, size)
@@ -71,15 +68,15 @@ class PagedLayout(ABC):
 
     @abstractmethod
     def _write(self, cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Rows `(T, H, D)` in the cache's dtype, at checked slots."""
+        """Write rows `(T, H, D)` in the cache's dtype at checked slots."""
 
     @abstractmethod
     def _read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole blocks `(n, H, block_tokens, 2 * D)` as keys and values `(n, H, block_tokens, D)`."""
+        """Split whole blocks `(n, H, block_tokens, 2 * D)` into keys and values `(n, H, block_tokens, D)`."""
 
 
 class CudaLayout(PagedLayout):
-    """That of vLLM's FlashAttention backend."""
+    """The layout of vLLM's FlashAttention backend."""
 
     def _write(self, cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         block, token = slots // cache.shape[2], slots % cache.shape[2]
@@ -91,8 +88,8 @@ class CudaLayout(PagedLayout):
 
 
 class CpuLayout(PagedLayout):
-    """`write_op` is vLLM's. Where it puts what is found out by writing numbers with it, once, so that reading knows as
-    little of the packing as writing does."""
+    """`write_op` is vLLM's. Its packing is found by writing known numbers with it once, so that neither reading nor
+    writing depends on how it packs."""
 
     def __init__(self, write_op: WriteOp, block_tokens: int, head_dim: int, dtype: torch.dtype):
         self._write_op = write_op
@@ -110,15 +107,15 @@ class CpuLayout(PagedLayout):
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys' and the values' part of a CPU cache, `(blocks, H, block_tokens, D)` views."""
+    """Return the keys' and the values' part of a CPU cache as views `(blocks, H, block_tokens, D)`."""
     num_blocks, heads, size, width = cache.shape
     keys, values = cache.view(num_blocks, heads, 2 * size, width // 2).chunk(2, dim=2)
     return keys, values
 
 
 def slots_of(cache: Tensor, blocks: Sequence[int], begin: int, end: int) -> Tensor:
-    """Where tokens `[begin, end)` of a sequence go. Raises `TransferFailed` and `InvalidRequest` for what the cache
-    does not have."""
+    """Return the slots of a sequence's tokens `[begin, end)`. Raises `TransferFailed` or `InvalidRequest` if they are
+    not in the cache."""
     size = cache.shape[2]
     check_blocks(blocks, cache.shape[0], TransferFailed)
     check_range(blocks, begin, end, size)
@@ -129,7 +126,7 @@ def slots_of(cache: Tensor, blocks: Sequence[int], begin: int, end: int) -> Tens
 def _find_places(
     write_op: WriteOp, block_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For each element of a block, `block_tokens * head_dim` of keys and of values, where it lies in its half."""
+    """Find where each element of a block, `block_tokens * head_dim` of keys and of values, lies in its half."""
     numbers = torch.arange(block_tokens * head_dim)
     found = torch.zeros(2, len(numbers), dtype=torch.int64)
     scale = 1
@@ -141,15 +138,15 @@ def _find_places(
             found[at] += half.flatten().to(torch.int64) * scale
         scale *= _BASE
     if not all(torch.equal(side.sort().values, numbers) for side in found):
-        raise TransferFailed("vLLM's cache does not hold each element once: its packing is not one that can be read")
+        raise TransferFailed("unsupported packing: vLLM's cache does not hold each element exactly once")
     return found[0].argsort(), found[1].argsort()
 
 
 def _rows(states: Tensor, cache: Tensor) -> Tensor:
-    """(H, T, D) as (T, H, D) on the cache's device, in its dtype."""
+    """Convert (H, T, D) to (T, H, D) on the cache's device, in its dtype."""
     return states.transpose(0, 1).to(cache.device, cache.dtype).contiguous()
 
 
 def _sequence(blocks: Tensor) -> Tensor:
-    """(blocks, H, block_tokens, D) as (H, T, D)."""
+    """Convert (blocks, H, block_tokens, D) to (H, T, D)."""
     return blocks.transpose(0, 1).flatten(1, 2)

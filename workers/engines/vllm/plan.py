@@ -1,16 +1,15 @@
-"""What travels with a request in `kv_transfer_params`, and what comes back in its reply.
+"""What a request asks of the connector, what is loaded for it, and what one step does.
+
+A request's `kv_transfer_params`, checked as `TransferParams`:
 
     {"tenant_salt": "<hex>",
-     "load": [{"ticket": {...}}, {"ticket": {...}, "mapper": "auto"}],   tokens [0, a) of the one, [a, b) of the other
-     "publish": {"ttl_s": 10},                                           the prompt's KV is lent to who gets the reply
-     "release": [{"cache_id": ..., "lease_id": ...}]}                    what an earlier reply lent is not needed now
+     "load": [{"ticket": {...}}, {"ticket": {...}, "mapper": "auto"}],   tokens [0, a) of one, [a, b) of the next
+     "publish": {"ttl_s": 10},                                           lease the prompt's KV to the caller
+     "release": [{"cache_id": ..., "lease_id": ...}]}                    end leases of earlier replies
 
-A ticket is what a worker answers to `POST /v1/cache/{id}/lease`, and what a reply to `publish` brings.
-
-From the tickets of a request to what is loaded for it. Everything is checked here, before a block is allocated.
-
-What one step of vLLM loads before its forward pass and saves after it: plain values, from the scheduler's process
-to each worker's. `blocks` are the paged blocks of the sequence, from token 0 on."""
+A ticket is a worker's reply to `POST /v1/cache/{id}/lease`, or part of a reply to `publish`. Everything is checked
+here, before a block is allocated. The values for one step travel from the scheduler's process to each worker's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ MAX_RELEASES = 256
 
 
 class LoadPart(Request):
-    """The first `num_tokens` tokens of a lent cache (all if absent), less those that the part before it covers.
+    """The first `num_tokens` tokens of a leased cache (all by default), less those covered by the part before.
     `mapper` names a bundle, for a cache of another model."""
 
     ticket: Ticket
@@ -61,16 +60,16 @@ class TransferParams(Request):
 
 
 class TransferReport(Reply):
-    """`loaded_tokens` of the prompt came out of tickets, now or for an earlier request that named the same. `refused`
-    says why nothing (more) did, or why nothing was published. `ticket` lends what was published."""
+    """`loaded_tokens` of the prompt came from tickets, now or for an earlier request with the same ones. `refused` says
+    why no more were loaded, or why nothing was published. `ticket` leases what was published."""
 
     loaded_tokens: int = 0
     refused: str | None = None
     ticket: Ticket | None = None
 
 
-def parse(value: Any) -> TransferParams:
-    """Raises `InvalidRequest` for anything else than what this page says."""
+def parse_params(value: Any) -> TransferParams:
+    """Validate `kv_transfer_params`. Raises `InvalidRequest`."""
     try:
         return TransferParams.model_validate(value)
     except ValidationError as error:
@@ -79,9 +78,12 @@ def parse(value: Any) -> TransferParams:
         raise InvalidRequest(f"kv_transfer_params: {where}: {first['msg']}", param="kv_transfer_params") from error
 
 
+# -- planning a load ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PromptPart:
-    """Tokens `[begin, end)` of the prompt, out of the ticket's cache; through the bundle `mapper` unless it is None."""
+    """Tokens `[begin, end)` of the prompt from the ticket's cache, mapped by the bundle `mapper` unless it is None."""
 
     ticket: Ticket
     begin: int
@@ -95,8 +97,8 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """What a load goes into: our model's weights and KV are those of `pool`; `transports` are those that a step of the
-    engine may wait for."""
+    """The model that loads: `pool` has its weights' fingerprint and KV layout. `transports` are those that a step may
+    wait for."""
 
     pool: Pool
     mappers: Callable[[], Sequence[Mapper]]
@@ -104,11 +106,13 @@ class LoadTarget:
     max_tokens: int
 
 
-def plan_load(params: TransferParams, prompt: Sequence[int], target: LoadTarget) -> tuple[PromptPart, ...]:
-    """The parts, one behind the other from token 0 on; none if nothing is asked for.
+def plan_load(params: TransferParams, prompt: Sequence[int] | None, target: LoadTarget) -> tuple[PromptPart, ...]:
+    """Return the contiguous parts to load from token 0 on; empty if none is asked for.
 
     Raises `CacheMismatch` (tenant, tokens, layout, provenance), `BundleUnusable`, `InvalidRequest`, `TransferFailed`.
     """
+    if prompt is None:
+        raise InvalidRequest("a prompt of embeddings has no tokens to compare with a cache's")
     parts: list[PromptPart] = []
     for asked in params.load:
         begin = parts[-1].end if parts else 0
@@ -121,13 +125,13 @@ def plan_load(params: TransferParams, prompt: Sequence[int], target: LoadTarget)
 
 
 def provenance_of(parts: Sequence[PromptPart]) -> str:
-    """What was read over these parts is, like them: exact only if all of them are."""
+    """Return the provenance of KV computed over these parts: exact only if all of them are."""
     return next((part.provenance for part in parts if part.provenance != EXACT), EXACT)
 
 
 def isolating_salt(own: str | None, params: TransferParams, end: int) -> str:
-    """The salt under which vLLM's own prefix cache keeps what is loaded so, up to token `end`: found again by whoever
-    loads as much of the same caches, by the same bundles, under the same salts, and by nobody else."""
+    """Return the salt for loaded blocks, up to token `end`, in vLLM's prefix cache. Only a request that loads as much
+    of the same caches, by the same bundles, under the same salts gets the same one."""
     parts = (f"{part.ticket.cache_id} {part.num_tokens} {part.mapper}" for part in params.load)
     named = ["kvrelay/loaded/3", own or "", params.tenant_salt, str(end), *parts]
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
@@ -138,12 +142,12 @@ def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], ta
     check_tokens(ticket, salt)
     if ticket.pool.kind not in target.transports:
         raise TransferFailed(
-            f"a {ticket.pool.kind} pool is not read within a step of vLLM; those are: {', '.join(target.transports)}"
+            f"a {ticket.pool.kind} pool cannot be read within a step of vLLM; allowed: {', '.join(target.transports)}"
         )
     end = min(asked.num_tokens or ticket.num_tokens, common_prefix_len(ticket.token_ids, prompt))
     if end <= begin:
         raise CacheMismatch(
-            f"{ticket.cache_id} and the prompt share {end} tokens; it was to supply those from {begin} on"
+            f"{ticket.cache_id} and the prompt share {end} tokens; this part must supply those from {begin} on"
         )
     if ticket.fingerprint == target.pool.fingerprint:
         _check_geometry(ticket, target.pool.layout)
@@ -155,27 +159,24 @@ def _plan_part(asked: LoadPart, begin: int, salt: str, prompt: Sequence[int], ta
         num_tokens=end,
         native_head=begin,
         tenant_salt=salt,
-        deadline_ms=1,  # nothing here waits
+        deadline_ms=1,  # unused: planning waits for nothing
     )
     plan = plan_handoff(request, ticket, target.pool, target.mappers(), max_tokens=target.max_tokens)
     return PromptPart(ticket, begin, end, plan.mapper.bundle_id)
 
 
 def _check_geometry(ticket: Ticket, layout: KVLayout) -> None:
-    found, ours = (KVGeometry(x.num_layers, x.num_kv_heads, x.head_dim) for x in (ticket.layout, layout))
-    if found != ours:
-        raise CacheMismatch(f"{ticket.cache_id} has {found}; this model has {ours}", param="layout")
+    theirs, ours = (KVGeometry(x.num_layers, x.num_kv_heads, x.head_dim) for x in (ticket.layout, layout))
+    if theirs != ours:
+        raise CacheMismatch(f"{ticket.cache_id} has {theirs}; this model has {ours}", param="layout")
 
 
-def check_prompt(prompt: Sequence[int] | None) -> Sequence[int]:
-    if prompt is None:
-        raise InvalidRequest("a prompt of embeddings has no tokens to compare with a cache's")
-    return prompt
+# -- one step; `blocks` are the sequence's paged blocks from token 0 on ---------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoadOp:
-    """Tokens `[begin, end)` of the parts into the sequence's blocks, of which there may be more."""
+    """Before the forward pass, load tokens `[begin, end)` of the parts into the sequence's blocks."""
 
     request_id: str
     parts: tuple[PromptPart, ...]
@@ -186,7 +187,7 @@ class LoadOp:
 
 @dataclass(frozen=True)
 class SaveOp:
-    """The sequence's first `num_tokens` tokens into blocks `into` of the exchange pool."""
+    """After the forward pass, copy the sequence's first `num_tokens` tokens into blocks `into` of the exchange pool."""
 
     request_id: str
     num_tokens: int

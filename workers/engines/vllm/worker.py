@@ -1,9 +1,9 @@
 """`WorkerSide`: the connector in one vLLM worker, which holds some heads of every layer.
 
-    load   source's pool ──► (mapper) ──► our heads ──► paged blocks       before the step's forward pass
-    save   paged blocks ──► our heads of the exchange's blocks              after it
+    load   source's pool ──► (mapper) ──► own heads ──► paged blocks       before the step's forward pass
+    save   paged blocks ──► own heads of the exchange's blocks              after it
 
-A load that fails is reported by its blocks, which vLLM then computes; nothing is raised into vLLM.
+Nothing is raised into vLLM. A failed load is reported by its blocks, which vLLM then computes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ CHUNK_TOKENS = 512
 
 @dataclass(frozen=True)
 class PagedCache:
-    """vLLM's memory of one worker: a tensor a layer, in the model's order, how it is laid out, and which heads it
-    holds."""
+    """One vLLM worker's KV memory: a tensor per layer in the model's order, its layout, and the heads that it holds."""
 
     layers: tuple[Tensor, ...]  # (blocks, H, block_tokens, 2 * D) each
     layout: PagedLayout
@@ -45,13 +44,13 @@ class PagedCache:
         return self.layers[0].shape[2]
 
     def write(self, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor) -> None:
-        """One layer's tokens from `begin` on, all heads of the model, `(H, T, D)`."""
-        mine = self.heads.part
-        self.layout.write(self.layers[layer], blocks, begin, keys[mine], values[mine])
+        """Write one layer's tokens from `begin` on, given for all heads of the model, `(H, T, D)`."""
+        own = self.heads.part
+        self.layout.write(self.layers[layer], blocks, begin, keys[own], values[own])
 
 
 class PoolReaders:
-    """The pools that tickets speak of, opened when they are first read; those of dead owners are closed then."""
+    """Readers of the pools that tickets name, opened on first use. Opening one closes those of dead owners."""
 
     def __init__(self) -> None:
         self._open: dict[str, Reader] = {}
@@ -66,8 +65,8 @@ class PoolReaders:
     def close(self) -> None:
         self._close(lambda reader: True)
 
-    def _close(self, is_wanted: Callable[[Reader], bool]) -> None:
-        for epoch in [epoch for epoch, reader in self._open.items() if is_wanted(reader)]:
+    def _close(self, condition: Callable[[Reader], bool]) -> None:
+        for epoch in [epoch for epoch, reader in self._open.items() if condition(reader)]:
             self._open.pop(epoch).close()
 
 
@@ -80,9 +79,9 @@ class ExchangeWriter:
         self._data: Tensor | None = segment_data(self._segment, layout)  # (num_blocks, L, 2, block_tokens, H, D)
 
     def write(self, blocks: Sequence[int], layer: int, heads: HeadRange, keys: Tensor, values: Tensor) -> None:
-        """One layer of a sequence from token 0 on, of some heads: `(heads, T, D)` each."""
+        """Write one layer of a sequence from token 0 on, for some heads: `(heads, T, D)` each."""
         if self._data is None:
-            raise TransferFailed("the exchange has been closed here")
+            raise TransferFailed("this worker has closed the exchange")
         check_blocks(blocks, self._num_blocks, TransferFailed)
         copy_layer_in(self._data[..., heads.part, :], blocks, 0, layer, keys.cpu(), values.cpu())
 
@@ -92,7 +91,7 @@ class ExchangeWriter:
 
 
 class WorkerSide:
-    """`mappers` are those into our model, `exchange` is the layout of the exchange pool."""
+    """`mappers` are those into this model. `exchange` is the layout of the exchange pool."""
 
     def __init__(self, cache: PagedCache, mappers: Iterable[Mapper], exchange: KVLayout):
         self._cache = cache
@@ -111,18 +110,18 @@ class WorkerSide:
                     break
 
     def save(self, work: StepWork) -> None:
-        """What was computed over a load that failed is not worth keeping: vLLM computes it again."""
+        """Save, except what was computed over a failed load: vLLM computes that again."""
         for save in work.saves:
             self._saved[save.request_id] = save.request_id not in self._failed_requests and self._save(save)
         self._failed_requests.clear()
 
     def take_failed_blocks(self) -> set[int]:
-        """The blocks that could not be loaded since the last call."""
+        """Return the blocks that could not be loaded since the last call."""
         taken, self._failed_blocks = self._failed_blocks, set()
         return taken
 
     def take_saved(self) -> dict[str, bool]:
-        """The saves since the last call, and whether each was done."""
+        """Return the saves since the last call, and whether each succeeded."""
         taken, self._saved = self._saved, {}
         return taken
 
@@ -137,51 +136,43 @@ class WorkerSide:
             try:
                 self._load_chunk(load.blocks, part, at, until)
             except Exception as error:
-                self._note_failure(load, at, error)
+                # Everything from the first missing token on must be computed: later tokens were not loaded either, or
+                # are computed over the missing ones in this very step.
+                code = error.code if isinstance(error, KvrelayError) else "internal_error"
+                log.warning("a load failed at token %d of %d: %s: %s", at, load.end, code, error)
+                self._failed_blocks.update(load.blocks[at // self._cache.block_tokens :])
+                self._failed_requests.add(load.request_id)
                 return False
         return True
 
     def _load_chunk(self, blocks: Sequence[int], part: PromptPart, begin: int, end: int) -> None:
         ticket = part.ticket
-        asked = (ticket.blocks, ticket.generations, begin, end)
+        span_args = (ticket.blocks, ticket.generations, begin, end)
         reader = self._sources.reader(ticket)
 
         def write(layer: int, keys: Tensor, values: Tensor) -> None:
             self._cache.write(blocks, begin, layer, keys, values)
 
         if part.mapper is None:
-            chunk = reader.read(*asked)
+            chunk = reader.read(*span_args)
             for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
                 write(layer, keys, values)
+        elif part.mapper not in self._mappers:
+            raise BundleUnusable(
+                f"this worker has no bundle {part.mapper}; it has: {', '.join(self._mappers) or 'none'}"
+            )
         else:
-            with reader.reading(*asked) as span:  # stale at its end, it is a load that failed
-                self._mapper(part.mapper).map_into(span, write)
-
-    def _mapper(self, bundle_id: str) -> Mapper:
-        if bundle_id not in self._mappers:
-            raise BundleUnusable(f"this worker has no bundle {bundle_id}; it has: {', '.join(self._mappers) or 'none'}")
-        return self._mappers[bundle_id]
-
-    def _note_failure(self, load: LoadOp, token: int, error: Exception) -> None:
-        """Everything from the first token that is missing on must be computed: what follows was not loaded either, or
-        is computed over that in this very step."""
-        code = error.code if isinstance(error, KvrelayError) else "internal_error"
-        log.warning("a load failed at token %d of %d: %s: %s", token, load.end, code, error)
-        self._failed_blocks.update(load.blocks[token // self._cache.block_tokens :])
-        self._failed_requests.add(load.request_id)
+            with reader.reading(*span_args) as span:  # raises at its end if the source is stale: the load failed
+                self._mappers[part.mapper].map_into(span, write)
 
     def _save(self, save: SaveOp) -> bool:
         try:
-            exchange = self._open_exchange(save.pool)
+            if self._exchange is None:
+                self._exchange = ExchangeWriter(save.pool, self._exchange_layout)
             for layer, cache in enumerate(self._cache.layers):
                 keys, values = self._cache.layout.read(cache, save.blocks, save.num_tokens)
-                exchange.write(save.into, layer, self._cache.heads, keys, values)
+                self._exchange.write(save.into, layer, self._cache.heads, keys, values)
         except Exception as error:
-            log.warning("the KV of %d tokens was not saved: %s", save.num_tokens, error)
+            log.warning("saving the KV of %d tokens failed: %s", save.num_tokens, error)
             return False
         return True
-
-    def _open_exchange(self, export: PoolExport) -> ExchangeWriter:
-        if self._exchange is None:
-            self._exchange = ExchangeWriter(export, self._exchange_layout)
-        return self._exchange
