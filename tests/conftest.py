@@ -9,6 +9,7 @@ them, tests marked `gpu` and `hosts` are skipped and counted.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,8 @@ import pytest
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+
+gc.disable()  # until the tests are collected: what is imported stays
 
 # The models of the tests are tiny: a second thread only waits for the first. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=ELSEWHERE[marker]))
     if hasattr(config, "workerinput"):  # several processes: a long file that begins last is waited for
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Hide modules and tests from the garbage collector, which would look through them every time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
