@@ -298,12 +298,13 @@ class Run:
     async def _close(self) -> None:
         if self._early is not None:
             self._drop_early()
-        async with AsyncExitStack() as closing:
-            for stream in self.turn.streams:
-                if not stream.is_closed:
+        open_streams = [stream for stream in self.turn.streams if not stream.is_closed]
+        if open_streams or self._dropped:  # mostly there are none
+            async with AsyncExitStack() as closing:
+                for stream in open_streams:
                     closing.push_async_callback(stream.aclose)
-            for task in self._dropped:
-                closing.push_async_callback(cancel_and_wait, task)
+                for task in self._dropped:
+                    closing.push_async_callback(cancel_and_wait, task)
         for attempt in self.turn.attempts:
             kept = attempt.stream.completion.kv if attempt.stream and isinstance(attempt.step, Answer) else None
             if attempt.stream is not None and kept is not None and kept.cache_id is not None:

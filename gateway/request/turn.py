@@ -289,9 +289,13 @@ class Turn:
     @property
     def fallback(self) -> Fallback | None:
         """Why the fast path was left, if it was; the latest reason."""
-        for attempt in self.leg:
-            if isinstance(attempt.step, (Answer, Deliver)) and attempt.step.fallback is not None:
-                return attempt.step.fallback
+        for attempt in reversed(self.attempts):
+            step = attempt.step
+            if isinstance(step, (Answer, Deliver)):
+                if step.fallback is not None:
+                    return step.fallback
+            elif isinstance(step, Escalate):
+                break
         return None
 
     @property
@@ -341,8 +345,8 @@ class Turn:
     @property
     def path(self) -> str:
         """How the prompt got into the answering model: `exact`, `mapped`, `hybrid`, `prefill`, `fallback:<reason>`."""
-        if self.fallback is not None:
-            return f"fallback:{self.fallback.reason}"
+        if (fallback := self.fallback) is not None:
+            return f"fallback:{fallback.reason}"
         delivery = self.delivery
         if delivery is not None and delivery.usage is not None and self._own_prefill is None:
             return delivery.usage.path
