@@ -174,7 +174,7 @@ class Handoffs:
             # Entered inside the steps: a result of a step that ends under cancellation would be lost with its hold.
             ours: list[Hold] = []
             needed, whole = blocks_for(plan.num_tokens, size) - len(shared), plan.num_tokens // size - len(shared)
-            room = partial(pool.allocate, needed, evict=not self._target.is_trial, overwritten=whole)
+            room = partial(pool.allocate, needed, evict=not self._target.is_trial, num_overwritten=whole)
             await run_step(lambda: ours.append(held.enter_context(room())))
             source = await self._open(plan.ticket, request.source_worker, job, clock)
             blocks = shared + ours[0].blocks
@@ -196,7 +196,7 @@ class Handoffs:
                 provenance=plan.provenance,
                 mapped=Span(plan.head, plan.num_tokens),
                 is_hybrid=plan.is_hybrid,
-                even_barred=self._target.is_trial,
+                allow_barred=self._target.is_trial,
             )
         self._made.note(entry)
         return entry

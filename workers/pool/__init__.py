@@ -1,4 +1,14 @@
-"""A worker's KV pool: paged memory that another process may read, and the caches in it."""
+"""A worker's KV pool: paged memory that other processes may read, and the caches in it.
+
+    segment.py   a pool's file in shared memory
+    arena.py     the memory of blocks on the heap or in shared memory, and copies to and from it
+    cuda.py      the memory of blocks on a GPU
+    blocks.py    copies between blocks and tensors; plain functions
+    tables.py    which blocks are free, which prefixes are cached, what to evict
+    entries.py   caches, holds and leases as values
+    pool.py      the one owner of blocks and caches
+    tiered.py    a pool that evicts to host memory first
+"""
 
 from __future__ import annotations
 
@@ -26,7 +36,8 @@ def create_arena(
     device: str = "cuda",
     budget: str = "pool_bytes",
 ) -> Arena:
-    """A new arena of the kind named: `shm`, `cuda_ipc` (on `device`) or `inproc`. Errors as `num_blocks_in`."""
+    """Create an arena of kind `shm`, `cuda_ipc` (on `device`) or `inproc`. Raises `InvalidRequest`, and what the
+    memory's allocation raises."""
     num_blocks = num_blocks_in(budget_bytes, layout, budget)
     if kind == HeapArena.kind:
         return HeapArena(layout, num_blocks, epoch)

@@ -1,18 +1,14 @@
-"""`Arena`: the memory of a pool's blocks, and their generation counters.
+"""`Arena`: the memory of a pool's blocks and their generation counters. `PoolMemory`: copies between it and tensors.
 
     data         [num_blocks, num_layers, 2 (key, value), block_tokens, num_kv_heads, head_dim]
     generations  [num_blocks] int64
 
-A block's generation is even while its content stands and odd while it changes. It never goes back: whoever saw the same
-even number before and after a copy has copied one content. Writers are the pool's owner only, one at a time a block;
-`writing` marks the span of a write. A freed block stays odd from `open` until `clear` has zeroed it.
+A block's generation is even while its content is valid and odd while it changes. It never decreases: a reader that sees
+the same even number before and after a copy has copied consistent content. Only the pool's owner writes, one writer a
+block; `writing` marks a write. A freed block stays odd from `open` until `clear` has zeroed it.
 
-The order of plain loads and stores between two processes is that of x86-64 (total store order). On a machine with a
-weaker one the lease, which keeps blocks from being freed at all while it lasts, is what protects a reader.
-
-`PoolMemory`: copies between the blocks of a pool and whole tensors. Knows no cache, no tenant, no lock.
-
-The caller holds the blocks, and alone writes to those that it writes to; both hold of what `Pool` gives out.
+The order of plain loads and stores between two processes is that of x86-64 (total store order). On machines with a
+weaker order, the lease protects a reader: leased blocks are not freed.
 """
 
 from __future__ import annotations
@@ -51,7 +47,7 @@ from workers.pool.segment import SHM, Generations, Header, Segment
 
 
 class Arena(ABC):
-    """Base: what every memory has in common. `kind` is the name of the transport that reads it."""
+    """Base of all arenas. `kind` is the name of the transport that reads it."""
 
     kind: ClassVar[str]
 
@@ -68,7 +64,7 @@ class Arena(ABC):
 
     @contextmanager
     def writing(self, blocks: Sequence[int]) -> Iterator[None]:
-        """Marks a write to these blocks; their generations are odd inside and two higher afterwards."""
+        """Mark a write to these blocks: their generations are odd inside the block, and two higher afterwards."""
         self.open(blocks)
         try:
             yield
@@ -87,33 +83,32 @@ class Arena(ABC):
         self.generations[np.asarray(blocks, dtype=np.int64)] += 1
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that are open, and shut them."""
+        """Zero open blocks and shut them."""
         for block in blocks:
             self.data[block].zero_()
         self.shut(blocks)
 
     def generations_of(self, blocks: Sequence[int]) -> list[int]:
-        taken: list[int] = self.generations[np.asarray(blocks, dtype=np.int64)].tolist()
-        return taken
+        generations: list[int] = self.generations[np.asarray(blocks, dtype=np.int64)].tolist()
+        return generations
 
     @abstractmethod
     def export(self) -> PoolExport:
-        """How a reader opens this arena."""
+        """Return how a reader opens this arena."""
 
-    def synchronize(self) -> None:  # noqa: B027 - memory of the host has nothing to wait for
+    def synchronize(self) -> None:  # noqa: B027 - host memory has nothing to wait for
         """Wait until the writes issued so far are done."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back; readers see every block as being written. Idempotent."""
+        """Free the memory. Readers see every block as being written. Idempotent."""
 
-    def _let_go(self) -> None:
-        """Keep no part of the memory alive."""
+    def _drop_references(self) -> None:
         self.data = self.data.new_empty(0)
         self.generations = self.generations | 1
 
 
-_HEAP: WeakValueDictionary[str, Arena] = WeakValueDictionary()  # what /dev/shm is between processes, inside one
+_HEAP: WeakValueDictionary[str, Arena] = WeakValueDictionary()  # by epoch; the /dev/shm of one process
 
 
 class HeapArena(Arena):
@@ -132,12 +127,12 @@ class HeapArena(Arena):
 
     def close(self) -> None:
         self.generations |= 1
-        self._let_go()
+        self._drop_references()
         _HEAP.pop(self.epoch, None)
 
 
 class ShmArena(Arena):
-    """A file under /dev/shm that other processes of the same user on the same host map read-only."""
+    """A file under /dev/shm. Other processes of the same user and host map it read-only."""
 
     kind = "shm"
 
@@ -157,11 +152,11 @@ class ShmArena(Arena):
 
     def close(self) -> None:
         self._segment.close()
-        self._let_go()
+        self._drop_references()
 
 
 def segment_data(segment: Segment, layout: KVLayout) -> Tensor:
-    """The blocks of a mapped file as a tensor; the mapping lives as long as the tensor."""
+    """Return the blocks of a mapped file as a tensor, which keeps the mapping."""
     header = segment.header
     count = header.num_blocks * layout.block_elements
     flat = torch.frombuffer(segment.blocks, dtype=torch_dtype(layout.dtype), count=count)
@@ -169,30 +164,30 @@ def segment_data(segment: Segment, layout: KVLayout) -> Tensor:
 
 
 def heap_arena(epoch: str) -> Arena | None:
-    """The open `HeapArena` of that epoch in this process."""
+    """Return this process's open `HeapArena` of that epoch."""
     return _HEAP.get(epoch)
 
 
 def host_id(directory: Path = SHM) -> str:
-    """Names the running kernel and the mounted file system: two containers of one machine see different ones unless
-    they share the mount. Processes with the same id can share files there."""
+    """Identify the running kernel and the mounted file system. Processes with the same id can share files there; two
+    containers of one machine differ unless they share the mount."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{directory.stat().st_dev}"
 
 
 @cache
 def process_id() -> str:
-    """Names this process. A number that the system gives would be another container's as well."""
+    """Identify this process. The system's process ids repeat between containers."""
     return secrets.token_hex(16)
 
 
 def num_blocks_in(budget_bytes: int, layout: KVLayout, budget: str = "pool_bytes") -> int:
-    """How many blocks a byte budget pays for; `budget` is what the user calls it."""
+    """Return how many blocks fit into a byte budget. `budget` is the setting's name, for the `InvalidRequest` raised
+    if it is too small for one."""
     num_blocks = budget_bytes // block_bytes(layout)
     if num_blocks < 1:
         raise InvalidRequest(
-            f"{budget} is {budget_bytes}, which holds no block; one block of this layout takes {block_bytes(layout)}",
-            param=budget,
+            f"{budget} is {budget_bytes}; one block of this layout needs {block_bytes(layout)}", param=budget
         )
     return num_blocks
 
@@ -206,15 +201,20 @@ class Writer:
     begin: int
 
     def write(self, first: int, states: Tensor) -> None:
-        """Layers from `first` on, `(n, 2, T, H, D)`."""
+        """Write the layers from `first` on, `(n, 2, T, H, D)`."""
         copy_layers_in(self.data, self.blocks, self.begin, first, states)
 
     def copy(self, span: BlockSpan, layers: Mapping[int, int]) -> None:
-        """Whole layers of the same tokens in other blocks: for each layer here the one there that it gets."""
+        """Copy whole layers of the same tokens from other blocks. `layers` maps each layer here to its source layer."""
         span.copy_layers(self.data, self.blocks, self.begin, layers)
 
 
 class PoolMemory:
+    """Copies between a pool's blocks and tensors. Knows no cache, no tenant and no lock.
+
+    The caller holds the blocks, and is the only writer of those it writes to. Both are true of what `Pool` gives out.
+    """
+
     def __init__(self, arena: Arena):
         self.arena = arena
         self._closed = False
@@ -231,28 +231,28 @@ class PoolMemory:
         return self.arena.export()
 
     def gather(self, blocks: Sequence[int], begin: int, end: int, out: KVCache | None = None) -> KVCache:
-        """Tokens `[begin, end)` of the sequence in `blocks`, as layers `(H, T, D)` (views of token-major memory).
+        """Copy out tokens `[begin, end)` of the sequence in `blocks`, as layers `(H, T, D)` over token-major memory.
 
-        With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled; they may be views
-        in any memory order and of another dtype.
+        With `out`, which must start at `begin` and hold `end - begin` tokens, its tensors are filled. They may be views
+        of any memory order and dtype.
         """
         self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
         check_range(blocks, begin, end, self.layout.block_tokens)
         out = empty_cache(self.layout, begin, end, self.arena.data.device) if out is None else out
         if (out.start, out.num_tokens) != (begin, end - begin):
-            raise InvalidRequest(f"out holds {out.num_tokens} tokens from {out.start}; asked for [{begin}, {end})")
+            raise InvalidRequest(f"out holds {out.num_tokens} tokens from {out.start}; it must hold [{begin}, {end})")
         copy_out(self.arena.data, blocks, out)
         return out
 
     def scatter(self, blocks: Sequence[int], source: KVCache) -> None:
-        """Write `source` into the sequence in `blocks`, at its own positions, which need not be block-aligned."""
+        """Write `source` into the sequence in `blocks` at its own positions, which need not be block-aligned."""
         with self.writing(blocks, source.start, source.start + source.num_tokens):
             copy_in(self.arena.data, blocks, source)
 
     @contextmanager
     def writing(self, blocks: Sequence[int], begin: int, end: int) -> Iterator[Writer]:
-        """Marks a write of tokens `[begin, end)`, which the `Writer` does."""
+        """Mark a write of tokens `[begin, end)` and yield the `Writer` for it."""
         self._check_open()
         check_blocks(blocks, self.arena.num_blocks, InvalidRequest)
         check_range(blocks, begin, end, self.layout.block_tokens)

@@ -1,12 +1,11 @@
-"""Copies between a pool's blocks and per-layer tensors. Pure functions over tensors, on any device.
+"""Copies between a pool's blocks and per-layer tensors, on any device. Plain functions over tensors.
 
     tokens      begin ........................... end
     blocks      |  first, cut  | whole blocks | last, cut  |
 
-Whole blocks move by slice where they stand in a row, and by index or one by one where they don't; the cut ends move by
+Whole blocks move by slice where their ids are contiguous, and otherwise by index or one by one. The cut ends move by
 slice. Work is per layer or block, never per token.
-
-`BlockSpan`: tokens of a sequence in the blocks where they lie, for whoever reads them there."""
+"""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
 
 
 def block_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
-    return (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    return cache_shape(layout, layout.block_tokens)
 
 
 def cache_shape(layout: KVLayout, num_tokens: int) -> tuple[int, int, int, int, int]:
@@ -48,22 +47,22 @@ def cache_shape(layout: KVLayout, num_tokens: int) -> tuple[int, int, int, int, 
 
 
 def cache_in(memory: Tensor, begin: int) -> KVCache:
-    """`memory` (L, 2, T, H, D) as a cache from `begin` on; token-major as blocks are, so that a block's layer moves in
-    one run of memory."""
+    """View `memory` (L, 2, T, H, D) as a cache from `begin` on. It is token-major like blocks, so a layer of a block
+    moves in one contiguous run."""
     stack = memory.transpose(2, 3)  # (L, 2, H, T, D)
     return KVCache(tuple(stack[:, KEY].unbind()), tuple(stack[:, VALUE].unbind()), begin)
 
 
 def empty_cache(layout: KVLayout, begin: int, end: int, device: torch.device | str = "cpu") -> KVCache:
-    """An uninitialised cache for tokens `[begin, end)` in the pool's dtype."""
+    """Allocate an uninitialised cache for tokens `[begin, end)` in the pool's dtype."""
     shape = cache_shape(layout, end - begin)
     return cache_in(torch.empty(shape, dtype=torch_dtype(layout.dtype), device=device), begin)
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Tokens `[low, high)` of every block in `blocks`; they are tokens `[at, at + len(blocks) * (high - low))` of the
-    range that is copied."""
+    """Tokens `[low, high)` of every block in `blocks`: tokens `[at, at + len(blocks) * (high - low))` of the range that
+    is copied."""
 
     blocks: tuple[int, ...]
     low: int
@@ -76,33 +75,33 @@ class BlockRun:
 
     @cached_property
     def row(self) -> slice | None:
-        """The blocks as a slice, if they stand in a row."""
+        """The blocks as a slice if their ids are contiguous, else None."""
         first, count = self.blocks[0], len(self.blocks)
         return slice(first, first + count) if self.blocks == tuple(range(first, first + count)) else None
 
 
 def block_runs(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> Iterator[BlockRun]:
-    """The range `[begin, end)` of a sequence that lies in `blocks`, cut where whole blocks begin and end."""
+    """Split the range `[begin, end)` of the sequence in `blocks` into whole blocks and cut ends."""
     check_range(blocks, begin, end, block_tokens)
     at = begin
     while at < end:
         first, low = divmod(at, block_tokens)
         whole = 0 if low else (end - at) // block_tokens
         high = block_tokens if whole else min(block_tokens, low + end - at)
-        yield (piece := BlockRun(tuple(blocks[first : first + max(whole, 1)]), low, high, at - begin))
-        at += piece.num_tokens
+        yield (run := BlockRun(tuple(blocks[first : first + max(whole, 1)]), low, high, at - begin))
+        at += run.num_tokens
 
 
 def copy_out(data: Tensor, blocks: Sequence[int], out: KVCache) -> None:
     """Fill `out` with tokens `[out.start, out.start + out.num_tokens)` of the sequence in `blocks` of `data`."""
-    for piece in block_runs(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
+    for run in block_runs(blocks, out.start, out.start + out.num_tokens, data.shape[3]):
         for layer, (keys, values) in enumerate(zip(out.keys, out.values, strict=True)):
-            _take(data[:, layer, KEY], piece, _window(keys, piece))
-            _take(data[:, layer, VALUE], piece, _window(values, piece))
+            _read_run(data[:, layer, KEY], run, _window(keys, run))
+            _read_run(data[:, layer, VALUE], run, _window(values, run))
 
 
 def copy_in(data: Tensor, blocks: Sequence[int], source: KVCache) -> None:
-    """Write `source` into the sequence in `blocks` of `data`, at the positions it has. Casts to the pool's dtype."""
+    """Write `source` at its positions into the sequence in `blocks` of `data`. Casts to the pool's dtype."""
     for layer, (keys, values) in enumerate(zip(source.keys, source.values, strict=True)):
         copy_layer_in(data, blocks, source.start, layer, keys, values)
 
@@ -111,26 +110,26 @@ def copy_layer_in(
     data: Tensor, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor
 ) -> None:
     """Write one layer's keys and values, `(H, T, D)` each, as tokens `[begin, begin + T)`."""
-    for piece in block_runs(blocks, begin, begin + keys.shape[1], data.shape[3]):
-        _give(data[:, layer, KEY], piece, _window(keys, piece))
-        _give(data[:, layer, VALUE], piece, _window(values, piece))
+    for run in block_runs(blocks, begin, begin + keys.shape[1], data.shape[3]):
+        _write_run(data[:, layer, KEY], run, _window(keys, run))
+        _write_run(data[:, layer, VALUE], run, _window(values, run))
 
 
 def copy_layers_in(data: Tensor, blocks: Sequence[int], begin: int, first: int, states: Tensor) -> None:
     """Write the layers from `first` on, keys and values `(n, 2, T, H, D)`, as tokens `[begin, begin + T)`."""
     store = data[:, first : first + len(states)]  # (num_blocks, n, 2, block_tokens, H, D)
-    for piece in block_runs(blocks, begin, begin + states.shape[2], data.shape[3]):
-        shape = (len(states), 2, len(piece.blocks), piece.high - piece.low, *states.shape[3:])
-        window = states[:, :, piece.at : piece.at + piece.num_tokens].view(shape).movedim(2, 0)
-        if piece.row is not None:
-            store[piece.row, :, :, piece.low : piece.high].copy_(window)
+    for run in block_runs(blocks, begin, begin + states.shape[2], data.shape[3]):
+        shape = (len(states), 2, len(run.blocks), run.high - run.low, *states.shape[3:])
+        window = states[:, :, run.at : run.at + run.num_tokens].view(shape).movedim(2, 0)
+        if run.row is not None:
+            store[run.row, :, :, run.low : run.high].copy_(window)
         else:
-            for block, part in zip(piece.blocks, window, strict=True):
-                store[block, :, :, piece.low : piece.high].copy_(part)
+            for block, part in zip(run.blocks, window, strict=True):
+                store[block, :, :, run.low : run.high].copy_(part)
 
 
 def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayError]) -> None:
-    """Raise `error` for the first block id that the pool does not have."""
+    """Raise `error` for the first block id that is not in the pool."""
     for block in blocks:
         if not 0 <= block < num_blocks:
             raise error(f"block {block} does not exist; this pool has blocks 0..{num_blocks - 1}", param="blocks")
@@ -138,49 +137,51 @@ def check_blocks(blocks: Sequence[int], num_blocks: int, error: type[KvrelayErro
 
 def check_range(blocks: Sequence[int], begin: int, end: int, block_tokens: int) -> None:
     if not 0 <= begin <= end <= len(blocks) * block_tokens:
-        raise InvalidRequest(f"tokens [{begin}, {end}) do not lie in {len(blocks)} blocks of {block_tokens}")
+        raise InvalidRequest(f"tokens [{begin}, {end}) are outside of {len(blocks)} blocks of {block_tokens}")
 
 
-def _window(layer: Tensor, piece: BlockRun) -> Tensor:
-    """The piece's place in a layer `(H, T, D)`, as a view `(blocks, tokens, H, D)`."""
+def _window(layer: Tensor, run: BlockRun) -> Tensor:
+    """View the run's tokens in a layer `(H, T, D)` as `(blocks, tokens, H, D)`."""
     heads, _, dim = layer.shape
-    window = layer[:, piece.at : piece.at + piece.num_tokens]
-    return window.view(heads, len(piece.blocks), piece.high - piece.low, dim).permute(1, 2, 0, 3)
+    window = layer[:, run.at : run.at + run.num_tokens]
+    return window.view(heads, len(run.blocks), run.high - run.low, dim).permute(1, 2, 0, 3)
 
 
-def _take(store: Tensor, piece: BlockRun, window: Tensor) -> None:
-    """Fill the piece's window from one layer's blocks `(num_blocks, block_tokens, H, D)`."""
+def _read_run(store: Tensor, run: BlockRun, window: Tensor) -> None:
+    """Fill the run's window from one layer's blocks `(num_blocks, block_tokens, H, D)`."""
     alike = window.is_contiguous() and (window.dtype, window.device) == (store.dtype, store.device)
-    if piece.row is None and alike:
-        torch.index_select(store, 0, _index(piece, store), out=window)
+    if run.row is None and alike:
+        torch.index_select(store, 0, _index(run, store), out=window)
     else:
-        window.copy_(taken(store, piece))
+        window.copy_(_run_of(store, run))
 
 
-def _give(store: Tensor, piece: BlockRun, window: Tensor) -> None:
-    """Write the piece's window to one layer's blocks."""
-    if piece.row is not None:
-        store[piece.row, piece.low : piece.high].copy_(window)
+def _write_run(store: Tensor, run: BlockRun, window: Tensor) -> None:
+    """Write the run's window to one layer's blocks."""
+    if run.row is not None:
+        store[run.row, run.low : run.high].copy_(window)
     else:
-        store.index_copy_(0, _index(piece, store), window.to(store))
+        store.index_copy_(0, _index(run, store), window.to(store))
 
 
-def taken(store: Tensor, piece: BlockRun) -> Tensor:
-    """The piece of one layer's blocks `(num_blocks, block_tokens, H, D)`, as `(blocks, tokens, H, D)`: a view if they
-    stand in a row."""
-    if piece.row is None:
-        return store.index_select(0, _index(piece, store))
-    return store[piece.row, piece.low : piece.high]
+def _run_of(store: Tensor, run: BlockRun) -> Tensor:
+    """Return the run of one layer's blocks as `(blocks, tokens, H, D)`: a view if the blocks are contiguous."""
+    if run.row is None:
+        return store.index_select(0, _index(run, store))
+    return store[run.row, run.low : run.high]
 
 
-def _index(piece: BlockRun, store: Tensor) -> Tensor:
-    return torch.tensor(piece.blocks, dtype=torch.int64, device=store.device)
+def _index(run: BlockRun, store: Tensor) -> Tensor:
+    return torch.tensor(run.blocks, dtype=torch.int64, device=store.device)
 
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """Tokens in a row: the first is the `offset`-th of the first block, and stands at position `start`. A map's source:
-    its parts are views where blocks stand in a row, and copies where they don't."""
+    """Consecutive tokens in the blocks where they are stored; the source of a map.
+
+    The first token is the `offset`-th of the first block, and has position `start`. Its parts are views where blocks
+    are contiguous, and copies otherwise.
+    """
 
     data: Tensor  # (num_blocks, L, 2, block_tokens, H, D)
     blocks: Sequence[int]
@@ -195,23 +196,25 @@ class BlockSpan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Of the largest part that is a copy."""
-        scattered = (piece.num_tokens for piece in self._pieces if piece.row is None)
+        """Size of the largest part that is a copy."""
+        scattered = (run.num_tokens for run in self._runs if run.row is None)
         return max(scattered, default=0) * self.geometry.width * self.data.itemsize
 
     def parts(self, kind: Kind, layer: int) -> Iterator[Tensor]:
-        """(n, t, H, D) each."""
+        """Yield the tokens as tensors `(n, t, H, D)`."""
         store = self.data[:, layer, KEY if kind == "keys" else VALUE]
-        return (taken(store, piece) for piece in self._pieces)
+        return (_run_of(store, run) for run in self._runs)
 
     def copy_out(self, out: KVCache) -> None:
         """Fill a cache of as many tokens."""
         copy_out(self.data, self.blocks, KVCache(out.keys, out.values, self.offset))
 
     def copy_layers(self, data: Tensor, blocks: Sequence[int], begin: int, layers: Mapping[int, int]) -> None:
-        """Write whole layers as tokens from `begin` on of the sequence in `blocks` of `data`: for each layer there the
-        one here that it gets. In one pass, from block to block; casts to the dtype of `data`."""
-        at, runs = 0, _runs(layers)
+        """Write whole layers as tokens from `begin` on of the sequence in `blocks` of `data`, block by block.
+
+        `layers` maps each layer there to its source layer here. Casts to the dtype of `data`.
+        """
+        at, runs = 0, _layer_runs(layers)
         while at < self.num_tokens:
             from_block, low = divmod(self.offset + at, self.data.shape[3])
             to_block, to_low = divmod(begin + at, data.shape[3])
@@ -222,12 +225,12 @@ class BlockSpan:
             at += count
 
     @cached_property
-    def _pieces(self) -> list[BlockRun]:
+    def _runs(self) -> list[BlockRun]:
         return list(block_runs(self.blocks, self.offset, self.offset + self.num_tokens, self.data.shape[3]))
 
 
-def _runs(layers: Mapping[int, int]) -> list[tuple[slice, slice]]:
-    """The layers and what each gets, as slices of both as long as both count on."""
+def _layer_runs(layers: Mapping[int, int]) -> list[tuple[slice, slice]]:
+    """Group the pairs of layers into slices in which both sides are consecutive."""
     runs: list[tuple[slice, slice]] = []
     for to_layer, from_layer in sorted(layers.items()):
         last = runs[-1] if runs else None

@@ -1,9 +1,8 @@
-"""`CudaArena`: blocks in a GPU's memory that another process opens by a CUDA IPC handle.
+"""`CudaArena`: blocks in a GPU's memory, which another process opens by a CUDA IPC handle.
 
-The blocks are an allocation of their own (`cudaMalloc` through the CUDA runtime): a handle stands for a whole
-allocation, and one of a piece of PyTorch's caching allocator would share its neighbours. Generations stay in a host
-file (`Segment` without blocks), where owner and readers see them without a kernel launch, and whose lock tells readers
-that the owner lives.
+The blocks have an allocation of their own (`cudaMalloc` of the CUDA runtime). A handle opens a whole allocation, so one
+from PyTorch's caching allocator would also share its neighbours. Generations are in a host file (`Segment` without
+blocks): owner and readers access them without a kernel launch, and its lock shows readers that the owner lives.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LAZY_PEER_ACCESS = 1
 
 
 class CudaError(KvrelayError):
-    """A call of the CUDA runtime failed."""
+    """A call to the CUDA runtime failed."""
 
     code = "cuda_error"
 
@@ -36,11 +35,11 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaRuntime:
-    """The few calls of `libcudart` that PyTorch does not offer. Device addresses are plain integers."""
+    """The calls of `libcudart` that PyTorch does not offer. Device addresses are plain integers."""
 
     def __init__(self) -> None:
         if torch.version.cuda is None or not torch.cuda.is_available():
-            raise CudaError("this PyTorch sees no CUDA device; use a pool of kind shm")
+            raise CudaError("PyTorch finds no CUDA device; use a pool of kind shm")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._lib = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
         self._lib.cudaGetErrorString.restype = ctypes.c_char_p
@@ -59,8 +58,8 @@ class CudaRuntime:
         return bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
-        pointer, taken = ctypes.c_void_p(), _IpcHandle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), taken, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        pointer, structure = ctypes.c_void_p(), _IpcHandle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), structure, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return _address(pointer)
 
     def ipc_close(self, address: int) -> None:
@@ -72,7 +71,7 @@ class CudaRuntime:
         return name.value.decode()
 
     def device_at(self, pci_bus_id: str) -> int:
-        """This process's number for a GPU; the numbers of two processes differ with CUDA_VISIBLE_DEVICES."""
+        """Return this process's number of a GPU. It depends on CUDA_VISIBLE_DEVICES."""
         device = ctypes.c_int()
         self._call("cudaDeviceGetByPCIBusId", ctypes.byref(device), ctypes.c_char_p(pci_bus_id.encode()))
         return device.value
@@ -80,12 +79,12 @@ class CudaRuntime:
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._lib, name)(*arguments)
         if status:
-            self._lib.cudaGetLastError()  # or the next, innocent call would report this one's failure
+            self._lib.cudaGetLastError()  # cleared, or a later call would report this failure
             raise CudaError(f"{name} failed: {self._lib.cudaGetErrorString(status).decode()} ({status})")
 
 
 class _DeviceMemory:
-    """Device memory in the form that PyTorch wraps without a copy."""
+    """Device memory in a form that PyTorch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -94,14 +93,17 @@ class _DeviceMemory:
 
 
 def device_tensor(address: int, num_blocks: int, layout: KVLayout, device: int) -> Tensor:
-    """The blocks at `address` as a tensor. Whoever owns the memory keeps it until the tensor is gone."""
+    """Return the blocks at `address` as a tensor. The memory must outlive the tensor."""
     raw = torch.as_tensor(_DeviceMemory(address, num_blocks * block_bytes(layout)), device=f"cuda:{device}")
     return raw.view(torch_dtype(layout.dtype)).view(num_blocks, *block_shape(layout))
 
 
 class CudaArena(Arena):
-    """Blocks on a CUDA device, the current one if `device` has no number. All work on them goes to the device's default
-    stream, which keeps it in order: a block is not cleared before the copies out of it that were issued earlier."""
+    """Blocks on a CUDA device, the current one if `device` has no number.
+
+    All work on them goes to the device's default stream, which keeps it in order: a block is not cleared before earlier
+    copies out of it.
+    """
 
     kind = "cuda_ipc"
 
@@ -132,7 +134,7 @@ class CudaArena(Arena):
             raise
 
     def export(self) -> PoolExport:
-        assert self._address is not None, "a closed pool gives no tickets"
+        assert self._address is not None, "a closed pool issues no tickets"
         address: dict[str, str | int] = {
             "name": self._segment.name,
             "host": self._host,
@@ -148,7 +150,7 @@ class CudaArena(Arena):
         if self._address is None:
             return
         torch.cuda.synchronize(self._device)
-        self._let_go()
+        self._drop_references()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -159,5 +161,5 @@ class CudaArena(Arena):
 
 
 def _address(pointer: ctypes.c_void_p) -> int:
-    assert pointer.value is not None, "the runtime succeeded, so there is an address"
+    assert pointer.value is not None, "a successful call returns an address"
     return pointer.value

@@ -1,5 +1,5 @@
-"""What the pool keeps and gives: `CacheEntry` (a cache), `Hold` (blocks in use by a request), `Lease` (blocks in use by
-another worker)."""
+"""What the pool stores and hands out: `CacheEntry` (a cache), `Hold` (blocks that a request uses), `Lease` (blocks that
+another worker uses)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Span:
 class CacheEntry:
     """A finished cache. Its blocks are never written again; the last one may be partly filled.
 
-    Tokens inside `mapped` (which may be empty) came from a mapper; those before it are exact, those after it were read
-    over a mapped cache. Either of the latter makes the whole cache `mapped:<bundle id>`. `is_hybrid` tells that more
-    of it was left to native reading than its handoff was asked for. `keys` name the full blocks of an exact one.
+    Tokens inside `mapped`, which may be empty, came from a mapper. Those before it are exact, those after it were
+    computed over a mapped cache. Either of the latter two makes the whole cache `mapped:<bundle id>`. `is_hybrid` says
+    that its handoff left more to native prefill than it was asked to. `keys` name the full blocks of an exact cache.
     """
 
     cache_id: str
@@ -57,13 +57,15 @@ class CacheEntry:
         return self.provenance == EXACT
 
     def common_prefix(self, token_ids: Sequence[int]) -> int:
-        """How many first tokens this cache and `token_ids` share: as much of it as that request may use."""
+        """Return how many first tokens this cache shares with `token_ids`: as much of it as a request may use."""
         return common_prefix_len(self.token_ids, token_ids)
 
 
 class Hold:
-    """Blocks that stay as they are until `release`. `num_tokens` of their sequence are filled; `entry` is the cache
-    that they belong to, if any. A context manager; releasing twice is harmless."""
+    """Blocks that do not change until `release`. The first `num_tokens` of their sequence are filled.
+
+    `entry` is the cache that they belong to, if any. A context manager. `release` is idempotent.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Lease:
-    """Another worker's right to read a cache. Its blocks stay until `expires_at`, even if the cache is dropped."""
+    """Another worker's right to read a cache. Its blocks are kept until `expires_at`, even if the cache is dropped."""
 
     lease_id: str
     entry: CacheEntry
@@ -103,9 +105,12 @@ class Lease:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Counts at one moment. `free_blocks` counts those still being cleared; `num_indexed` blocks are found by their
-    tokens. Since the start: `num_evictions`, `num_recalls` of caches from a second tier, and `lease_events`, by the
-    names in `LEASE_EVENTS`; `refused` are those that found too many others."""
+    """Counts at one moment.
+
+    `free_blocks` includes those being cleared. `num_indexed` blocks can be found by their tokens. `num_evictions`,
+    `num_recalls` (of caches from a second tier) and `lease_events` (by the names in `LEASE_EVENTS`) count since the
+    start; leases are `refused` when too many exist.
+    """
 
     num_blocks: int
     free_blocks: int
@@ -124,5 +129,5 @@ class PoolStats:
 
     @property
     def tier_usage(self) -> float:
-        """Used part of the second tier, 0 to 1."""
+        """Used fraction of the second tier, 0 to 1."""
         return self.tier_used_blocks / self.tier_blocks if self.tier_blocks else 0.0

@@ -1,12 +1,12 @@
-"""A pool's file in shared memory: who owns it, the blocks' generations, and (on the CPU) the blocks themselves.
+"""`Segment`: a pool's file in shared memory. It holds the generations of the blocks and, on the CPU, the blocks.
 
-    page 0      header: magic, version, number of blocks, bytes a block, where the blocks begin, epoch
-    page 1..    generations, one int64 a block; odd while the block is being written
-    ..end       blocks (none when they lie in a GPU's memory)
+    page 0      header: magic, version, number of blocks, bytes per block, offset of the blocks, epoch
+    page 1..    generations, one int64 per block; odd while the block is being written
+    ..end       blocks; none if they are in a GPU's memory
 
-The owner holds an exclusive `flock` on the file for as long as it lives: the kernel drops it however the owner ends,
-and a pid that is used again cannot fool anyone. The file is never truncated, so that no reader's mapping can fault, and
-its memory is reserved at creation, so that no write of the owner's can.
+The owner holds an exclusive `flock` on the file while it lives. The kernel releases it however the owner ends, and a
+reused pid misleads nobody. The file is never truncated, so no reader's mapping faults. Its memory is reserved at
+creation, so no write of the owner's faults.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MAGIC = b"KVRELAY\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI4xQQQ32s")
 _PAGE = 4096
-_MADV_POPULATE_WRITE = 23  # of Linux 5.14 on; Python's mmap has no name for it yet
-TRIES, BETWEEN_TRIES_S = 50, 0.002  # at the lock of an owner that seems dead
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not in Python's mmap yet
+LOCK_TRIES, LOCK_RETRY_S = 50, 0.002
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NAME = re.compile(rf"kvrelay-\d+-{_WORKER.pattern}-[0-9a-f]{{32}}")
 
@@ -41,7 +41,7 @@ Generations = npt.NDArray[np.int64]
 
 
 class PoolMemoryError(KvrelayError):
-    """The memory for a pool is not there; the message says how much is."""
+    """The memory for a pool is not available; the message says how much is."""
 
     code = "pool_memory"
 
@@ -68,7 +68,7 @@ class Header:
     @staticmethod
     def unpack(raw: bytes) -> Header:
         if len(raw) < _HEADER.size:
-            raise TransferFailed(f"a pool's header has {_HEADER.size} bytes; this file has {len(raw)}")
+            raise TransferFailed(f"a pool's file begins with {_HEADER.size} bytes of header; this file has {len(raw)}")
         magic, version, num_blocks, block_bytes, _, epoch = _HEADER.unpack(raw[: _HEADER.size])
         if magic != _MAGIC or version != _VERSION:
             raise TransferFailed(f"not a pool of version {_VERSION}: {magic!r}, version {version}")
@@ -76,8 +76,7 @@ class Header:
 
 
 class Segment:
-    """A mapped pool file. Writable for its owner (`create`) and whom it lets write, read-only for everyone else
-    (`attach`)."""
+    """A mapped pool file: writable for its owner (`create`), read-only for others (`attach`) unless requested."""
 
     def __init__(self, fd: int, path: Path, header: Header, *, owner: bool, writable: bool = False):
         self.path = path
@@ -87,13 +86,17 @@ class Segment:
         access = mmap.ACCESS_WRITE if owner or writable else mmap.ACCESS_READ
         memory = mmap.mmap(fd, header.size, access=access)
         if owner:
-            _map_in(memory)
+            with contextlib.suppress(OSError):  # without effect on older kernels
+                # Fault in all pages at once: one fault per page, as blocks are first written, would take longer than
+                # the writing.
+                memory.madvise(_MADV_POPULATE_WRITE)
         self.generations: Generations = np.frombuffer(memory, np.int64, header.num_blocks, _PAGE)
         self.blocks = memoryview(memory)[header.data_offset :]
 
     @staticmethod
     def create(worker: str, header: Header, directory: Path = SHM) -> Segment:
-        """A new file `kvrelay-<uid>-<worker>-<epoch>`, mode 0600, locked by this process."""
+        """Create the file `kvrelay-<uid>-<worker>-<epoch>`, mode 0600, locked by this process. Raises
+        `PoolMemoryError`."""
         path = directory / segment_name(worker, header.epoch)
         fd = _create_locked(path)
         try:
@@ -107,10 +110,10 @@ class Segment:
 
     @staticmethod
     def attach(name: str, directory: Path = SHM, *, writable: bool = False) -> Segment:
-        """Another process's file; `writable` for one that writes blocks in its owner's name. Refuses a name that is not
-        a pool's, and a file that another user can reach."""
+        """Map another process's file; `writable` to write blocks on behalf of its owner. Raises `TransferFailed` for a
+        name that is not a pool's and a file that other users can access, `CacheStale` if the file is gone."""
         if not _NAME.fullmatch(name):
-            raise TransferFailed(f"{name!r} does not name a pool's file (kvrelay-<uid>-<worker>-<epoch>)")
+            raise TransferFailed(f"{name!r} is not the name of a pool's file (kvrelay-<uid>-<worker>-<epoch>)")
         path = directory / name
         try:
             access = os.O_RDWR if writable else os.O_RDONLY
@@ -121,7 +124,7 @@ class Segment:
             _check_private(fd, name)
             header = Header.unpack(os.pread(fd, _HEADER.size, 0))
             if os.fstat(fd).st_size < header.size:
-                raise TransferFailed(f"the pool {name} is cut short: {os.fstat(fd).st_size} of {header.size} bytes")
+                raise TransferFailed(f"the pool {name} is truncated: {os.fstat(fd).st_size} of {header.size} bytes")
             return Segment(fd, path, header, owner=False, writable=writable)
         except BaseException:
             os.close(fd)
@@ -132,21 +135,21 @@ class Segment:
         return self.path.name
 
     def owner_alive(self) -> bool:
-        """Whether the process that made the file still runs (and has not closed it)."""
+        """Return whether the process that created the file still runs and has not closed it."""
         if self._fd is None or self._owner:
             return self._fd is not None
-        alone = _lock(self._fd, fcntl.LOCK_SH)
+        is_unowned = _lock(self._fd, fcntl.LOCK_SH)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return not alone
+        return not is_unowned
 
     def close(self) -> None:
-        """Unmap as soon as nobody looks into the mapping any more; the owner also removes the file."""
+        """Unmap once no tensor refers to the mapping; the owner also removes the file. Idempotent."""
         if self._fd is None:
             return
         if self._owner:
-            self.generations |= 1  # whoever still has it mapped sees every block as being written
+            self.generations |= 1  # readers that still map the file see every block as being written
             self.path.unlink(missing_ok=True)
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own and would keep the lock
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has its own descriptor and would keep the lock
         os.close(self._fd)
         self._fd = None
         self.generations, self.blocks = self.generations.copy(), memoryview(b"")
@@ -162,7 +165,7 @@ def segment_name(worker: str, epoch: str) -> str:
 
 
 def reclaim_dead_segments(directory: Path = SHM) -> list[str]:
-    """Remove this user's pool files whose owner is dead; the names removed. Safe beside workers that start or stop."""
+    """Remove this user's pool files whose owner is dead and return their names. Safe while workers start or stop."""
     removed = []
     for path in sorted(directory.glob(f"kvrelay-{os.getuid()}-*")):
         if _NAME.fullmatch(path.name) and _reclaim(path):
@@ -176,29 +179,21 @@ def _reclaim(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if not _taken_over(fd):
-            return False
-        path.unlink(missing_ok=True)
-        return True
+        for _ in range(LOCK_TRIES):
+            if _lock(fd, fcntl.LOCK_EX):
+                path.unlink(missing_ok=True)
+                return True
+            if not _lock(fd, fcntl.LOCK_SH):
+                return False  # a living owner holds it
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            time.sleep(LOCK_RETRY_S)  # a reader that checks for the owner shares the lock for an instant
+        return False
     finally:
         os.close(fd)
 
 
-def _taken_over(fd: int) -> bool:
-    """Whether the lock could be had: not from a living owner. Who only asks for the owner shares it for an instant."""
-    for _ in range(TRIES):
-        if _lock(fd, fcntl.LOCK_EX):
-            return True
-        if not _lock(fd, fcntl.LOCK_SH):
-            return False
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        time.sleep(BETWEEN_TRIES_S)
-    return False
-
-
 def _create_locked(path: Path) -> int:
-    """The new file's descriptor, with the owner's lock on it. A reclaimer may take the file between its creation and
-    the lock; then it has lost its name, and another is made."""
+    """Create the file and lock it as its owner. If a reclaimer removes it between the two, create it again."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -213,22 +208,16 @@ def _reserve(fd: int, size: int, directory: Path) -> None:
     except OSError as error:
         space = os.statvfs(directory)
         raise PoolMemoryError(
-            f"a pool of {size} bytes does not fit into {directory}: {space.f_bavail * space.f_frsize} bytes are free "
-            f"({error.strerror}); lower the pool's budget or enlarge {directory} (docker: --shm-size)"
+            f"a pool of {size} bytes does not fit into {directory}, which has "
+            f"{space.f_bavail * space.f_frsize} bytes free ({error.strerror}); lower the pool's budget or enlarge "
+            f"{directory} (docker: --shm-size)"
         ) from error
-
-
-def _map_in(memory: mmap.mmap) -> None:
-    """Enter all pages into the page tables at once: a fault for each, as blocks are first written, would take longer
-    than the writing. Without effect on a kernel that can't."""
-    with contextlib.suppress(OSError):
-        memory.madvise(_MADV_POPULATE_WRITE)
 
 
 def _check_private(fd: int, name: str) -> None:
     info = os.fstat(fd)
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077 or not stat.S_ISREG(info.st_mode):
-        raise TransferFailed(f"{name} must be a plain file of user {os.getuid()} with mode 0600")
+        raise TransferFailed(f"{name} must be a regular file of user {os.getuid()} with mode 0600")
 
 
 def _lock(fd: int, kind: int) -> bool:

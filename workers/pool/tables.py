@@ -1,15 +1,7 @@
-"""`BlockLedger`: which blocks are free, which are used, and by how many. Knows no tokens and no memory, takes no lock.
+"""The tables of a pool: free and used blocks, cached prefixes, and the choice of caches to evict.
 
-    clean ──take──► used (1 or more users) ──last drop──► dirty ──next_dirty──► clearing ──cleaned──► clean
-                                                            └────take (the taker clears it)───► used
-
-`PrefixIndex`: exact prefixes by the chain hash of their tokens, block by block.
-
-Only blocks that the model computed itself over blocks that it computed itself enter; what came from a mapper, or was
-read over something that did, is found by its cache id alone. An entry goes with its block, so the index never outgrows
-the pool.
-
-What to evict. A plain function from the caches' order and use to a list of victims."""
+They know no memory and take no lock.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +14,33 @@ from workers.pool.entries import CacheEntry
 
 
 class BlockLedger:
+    """Counts the users of each block.
+
+    clean ──take──► used (1 or more users) ──last drop──► dirty ──next_dirty──► clearing ──cleaned──► clean
+                                                            └────take (the caller clears it)────► used
+    """
+
     def __init__(self, num_blocks: int):
         self.users = [0] * num_blocks
-        self._clean = list(range(num_blocks))  # a heap: low ids first keeps a cache's blocks in a row
+        self._clean = list(range(num_blocks))  # a heap: low ids first keeps a cache's blocks contiguous
         self._dirty: list[int] = []
-        self._num_clearing = 0
+        self.num_clearing = 0
 
     @property
     def num_ready(self) -> int:
-        """Blocks that `take` can give at once."""
+        """Number of blocks that `take` can return at once."""
         return len(self._clean) + len(self._dirty)
 
     @property
     def num_free(self) -> int:
-        return self.num_ready + self._num_clearing
-
-    @property
-    def num_clearing(self) -> int:
-        return self._num_clearing
+        return self.num_ready + self.num_clearing
 
     @property
     def has_dirty(self) -> bool:
         return bool(self._dirty)
 
     def take(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """`(blocks, those of them that must be cleared first)`, each with one user."""
+        """Return blocks with one user each, and those of them that must be cleared first."""
         assert num_blocks <= self.num_ready
         clean = [heapq.heappop(self._clean) for _ in range(min(num_blocks, len(self._clean)))]
         dirty = self._dirty[: num_blocks - len(clean)]
@@ -57,16 +51,16 @@ class BlockLedger:
         return blocks, dirty
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One user more for each; only a block that is used can be shared."""
+        """Add a user to each block. The blocks must be in use."""
         for block in blocks:
-            assert self.users[block] > 0, "a block is shared by those who hold it"
+            assert self.users[block] > 0, "only a block in use can be shared"
             self.users[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> list[int]:
-        """One user less for each; the blocks that have none left are dirty now and are returned."""
+        """Remove a user from each block. Returns the blocks without users, which are dirty now."""
         freed = []
         for block in blocks:
-            assert self.users[block] > 0, "a block is released once by each user"
+            assert self.users[block] > 0, "each user releases a block once"
             self.users[block] -= 1
             if not self.users[block]:
                 freed.append(block)
@@ -74,13 +68,13 @@ class BlockLedger:
         return freed
 
     def next_dirty(self, limit: int) -> list[int]:
-        """Up to `limit` dirty blocks for the caller to clear; `cleaned` gives them back."""
+        """Return up to `limit` dirty blocks for the caller to clear. It calls `cleaned` afterwards."""
         batch, self._dirty = self._dirty[:limit], self._dirty[limit:]
-        self._num_clearing += len(batch)
+        self.num_clearing += len(batch)
         return batch
 
     def cleaned(self, blocks: Sequence[int]) -> None:
-        self._num_clearing -= len(blocks)
+        self.num_clearing -= len(blocks)
         for block in blocks:
             heapq.heappush(self._clean, block)
 
@@ -92,6 +86,13 @@ class _IndexEntry:
 
 
 class PrefixIndex:
+    """Finds exact prefixes by the chain hash of their tokens, block by block.
+
+    It holds only blocks that the model computed itself over blocks that it computed itself. KV that came from a mapper,
+    or was computed over such KV, is found by its cache id alone. An entry is removed with its block, so the index never
+    outgrows the pool.
+    """
+
     def __init__(self) -> None:
         self._blocks_by_key: dict[bytes, list[int]] = {}  # equal contents, the newest last
         self._by_block: dict[int, _IndexEntry] = {}
@@ -100,14 +101,14 @@ class PrefixIndex:
         return len(self._by_block)
 
     def add(self, keys: Sequence[bytes], blocks: Sequence[int], cache_id: str) -> None:
-        """Key i names block i, which that cache uses."""
+        """Index a cache's full blocks: key i names block i."""
         for key, block in zip(keys, blocks, strict=False):
             if block not in self._by_block:
                 self._blocks_by_key.setdefault(key, []).append(block)
             self._by_block[block] = _IndexEntry(key, cache_id)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix."""
+        """Return the blocks of the longest known prefix."""
         blocks = []
         for key in keys:
             if key not in self._blocks_by_key:
@@ -116,26 +117,26 @@ class PrefixIndex:
         return blocks
 
     def cache_of(self, block: int) -> str:
-        """The cache that last brought this block in."""
+        """Return the id of the cache that indexed this block last."""
         return self._by_block[block].cache_id
 
     def forget(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            indexed = self._by_block.pop(block, None)
-            if indexed is None:
+            entry = self._by_block.pop(block, None)
+            if entry is None:
                 continue
-            equal = self._blocks_by_key[indexed.key]
+            equal = self._blocks_by_key[entry.key]
             equal.remove(block)
             if not equal:
-                del self._blocks_by_key[indexed.key]
+                del self._blocks_by_key[entry.key]
 
 
 def choose_victims(entries: Iterable[CacheEntry], users: Sequence[int], needed: int) -> list[CacheEntry] | None:
-    """The caches to drop, least recently used first, so that `needed` blocks come free; None if no choice frees them.
+    """Choose the caches to evict so that `needed` blocks become free. Returns None if that is impossible.
 
-    `entries` come in that order. `users[b]` counts who uses block b, each cache that holds it being one: a block comes
-    free when its last user goes, so a block that a lease or a running request also uses never does. A cache whose going
-    turns out to be unnecessary (its blocks are shared, or pinned) is spared.
+    `entries` come least recently used first, and are evicted in that order. `users[b]` counts the users of block b,
+    each cache that holds it being one. A block becomes free with its last user, so one that a lease or a running
+    request also uses never does. A cache whose eviction turns out to free nothing needed is kept.
     """
     dropped: Counter[int] = Counter()
     freed: set[int] = set()
@@ -148,13 +149,11 @@ def choose_victims(entries: Iterable[CacheEntry], users: Sequence[int], needed: 
         chosen.append(entry)
     if len(freed) < needed:
         return None
-    return [entry for entry in reversed(chosen) if not _spared(entry, freed, needed)][::-1]
-
-
-def _spared(entry: CacheEntry, freed: set[int], needed: int) -> bool:
-    """Whether enough comes free without this cache; if so, `freed` loses its blocks."""
-    kept = freed.intersection(entry.blocks)
-    if len(freed) - len(kept) < needed:
-        return False
-    freed -= kept
-    return True
+    victims = []
+    for entry in reversed(chosen):
+        kept = freed.intersection(entry.blocks)
+        if len(freed) - len(kept) < needed:
+            victims.append(entry)
+        else:
+            freed -= kept
+    return victims[::-1]

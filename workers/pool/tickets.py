@@ -1,4 +1,4 @@
-"""`TicketIssuer`: a worker's leases as the messages of `workers.api`."""
+"""`TicketIssuer`: a worker's leases as tickets, the messages of `workers.api`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from workers.pool.pool import Pool
 
 @dataclass(frozen=True)
 class TicketIssuer:
-    """Gives tickets for a pool whose blocks the model called `model` has computed. `streams` are ways to it beside the
-    pool's own."""
+    """Issues tickets for a pool whose blocks the model `model` computed. `streams` are further exports of the pool."""
 
     pool: Pool
     model: str
@@ -20,7 +19,7 @@ class TicketIssuer:
 
     @property
     def exports(self) -> list[PoolExport]:
-        """All ways to the pool."""
+        """All exports of the pool."""
         return [self.pool.export(), *self.streams]
 
     def ticket(self, lease: Lease) -> Ticket:

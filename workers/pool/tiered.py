@@ -1,17 +1,11 @@
-"""`HostTier`: caches that a pool has evicted, in plain memory of the host, within a byte budget.
+"""`TieredPool`: a pool that evicts caches to host memory, and brings them back on request. `HostTier`: that memory.
 
-    pool    full: its least recently used caches are copied here, and evicted
-    tier    full: its least recently used caches are gone for good
-    hit     copied back into the pool, and gone here
+    pool    full: its least recently used caches are copied to the tier, and evicted
+    tier    full: its least recently used caches are dropped
+    hit     copied back into the pool, and removed from the tier
 
-Tables and memory only: it copies nothing and takes no lock; the pool's is held for every call but `clear`. A block is
-known by its number and generation in the pool, under which its content never changes: two caches that shared it there
-share its copy here.
-
-`TieredPool`: a pool whose evicted caches go to the host's memory first, and come back when they are asked for.
-
-A cache in the second tier is not found by `get`, `hold`, `lease` or `match_prefix`, as its blocks are others' by now.
-Who has a request asks `evicted` what should come back for it, and has `recall` copy it, off the event loop.
+A cache in the second tier is not found by `get`, `hold`, `lease` or `match_prefix`: its blocks have other content now.
+A request asks `find_evicted` which cache to bring back, and lets `recall` copy it off the event loop.
 """
 
 from __future__ import annotations
@@ -34,12 +28,14 @@ from workers.pool.entries import CacheEntry, Hold, PoolStats
 from workers.pool.pool import CLEAR_BATCH, Pool, is_prefix
 from workers.pool.tables import BlockLedger, choose_victims
 
+RECALL_BYTES = 2**23  # copied back in one step: others wait for it a few milliseconds
+
 BlockVersion = tuple[int, int]  # a block of the pool, and its generation
 
 
 @dataclass(frozen=True)
 class TierEntry:
-    """A cache's copy: slot i holds its block i. `copies` are the (block, slot) pairs that were not here yet."""
+    """A cache's copy: slot i holds its block i. `copies` are the (block, slot) pairs that were not in the tier yet."""
 
     entry: CacheEntry
     slots: tuple[int, ...]
@@ -47,90 +43,94 @@ class TierEntry:
 
 
 class HostTier:
-    """Raises `InvalidRequest` for a budget that holds no block."""
+    """Caches in plain host memory within a byte budget. Raises `InvalidRequest` if the budget holds no block.
+
+    It has tables and memory only: it copies nothing and takes no lock. The pool's lock is held for every call but
+    `clear`. A block is identified by its number and generation in the pool, which fix its content: two caches that
+    share a block there share its copy here.
+    """
 
     def __init__(self, layout: KVLayout, budget_bytes: int):
         num_slots = num_blocks_in(budget_bytes, layout, "host_tier_bytes")
         self.data = torch.zeros((num_slots, *block_shape(layout)), dtype=torch_dtype(layout.dtype))
         self.num_slots = num_slots
-        self._ledger = BlockLedger(num_slots)
+        self.ledger = BlockLedger(num_slots)
         self._slot_of: dict[BlockVersion, int] = {}
-        self._name_of: dict[int, BlockVersion] = {}
-        self._kept: OrderedDict[str, TierEntry] = OrderedDict()  # least recently used first
+        self._version_in: dict[int, BlockVersion] = {}
+        self._entries: OrderedDict[str, TierEntry] = OrderedDict()  # least recently used first
         self._by_key: dict[bytes, list[str]] = {}
         self._busy: set[str] = set()  # being copied back
         self._next_expiry = math.inf
 
     @property
     def num_used(self) -> int:
-        return self.num_slots - self._ledger.num_free
-
-    @property
-    def has_dirty(self) -> bool:
-        return self._ledger.has_dirty
+        return self.num_slots - self.ledger.num_free
 
     def admit(self, entry: CacheEntry, generations: Sequence[int]) -> TierEntry | None:
-        """Room for a cache, at the cost of those used least recently; None if there cannot be enough. The caller makes
-        the copies of all that were admitted, in order, before it calls `commit` or `abandon` for each."""
-        names = tuple(zip(entry.blocks, generations, strict=True))
-        known = {name: self._slot_of[name] for name in names if name in self._slot_of}
-        self._ledger.share(known.values())
-        missing = [name for name in names if name not in known]
+        """Make room for a cache by dropping the least recently used ones. Returns None if that is impossible.
+
+        The caller makes the copies of all admitted caches, in order, before it calls `commit` or `abandon` for each.
+        """
+        versions = tuple(zip(entry.blocks, generations, strict=True))
+        known = {version: self._slot_of[version] for version in versions if version in self._slot_of}
+        self.ledger.share(known.values())
+        missing = [version for version in versions if version not in known]
         if not self._make_room(len(missing)):
             self._give_back(list(known.values()))
             return None
-        taken, _ = self._ledger.take(len(missing))
+        taken, _ = self.ledger.take(len(missing))
         slots = known | dict(zip(missing, taken, strict=True))
-        for name, slot in zip(missing, taken, strict=True):
-            self._slot_of[name], self._name_of[slot] = slot, name
+        for version, slot in zip(missing, taken, strict=True):
+            self._slot_of[version], self._version_in[slot] = slot, version
         copies = tuple((block, slots[block, generation]) for block, generation in missing)
-        return TierEntry(entry, tuple(slots[name] for name in names), copies)
+        return TierEntry(entry, tuple(slots[version] for version in versions), copies)
 
-    def commit(self, kept: TierEntry) -> None:
-        """Its copies are made: it can be found."""
-        for key in kept.entry.keys:
-            self._by_key.setdefault(key, []).append(kept.entry.cache_id)
-        self._kept[kept.entry.cache_id] = kept
-        self._next_expiry = min(self._next_expiry, kept.entry.expires_at)
+    def commit(self, tier_entry: TierEntry) -> None:
+        """List a cache whose copies are made."""
+        entry = tier_entry.entry
+        for key in entry.keys:
+            self._by_key.setdefault(key, []).append(entry.cache_id)
+        self._entries[entry.cache_id] = tier_entry
+        self._next_expiry = min(self._next_expiry, entry.expires_at)
 
-    def abandon(self, kept: TierEntry) -> None:
-        self._give_back(kept.slots)
+    def abandon(self, tier_entry: TierEntry) -> None:
+        self._give_back(tier_entry.slots)
 
     def find(self, cache_id: str) -> CacheEntry | None:
-        kept = self._kept.get(cache_id)
-        return kept.entry if kept else None
+        found = self._entries.get(cache_id)
+        return found.entry if found else None
 
     def longest(self, keys: Sequence[bytes]) -> tuple[str, int] | None:
-        """The cache that shares the most of these chain hashes, and how many."""
+        """Return the cache that shares the most of these chain hashes, and how many."""
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._by_key:
                 return self._by_key[keys[num - 1]][-1], num
         return None
 
     def begin_recall(self, cache_id: str) -> TierEntry | None:
-        """The cache, whose slots stay as they are until `end_recall`; None if it is not here, or on its way already."""
-        kept = self._kept.get(cache_id)
-        if kept is None or cache_id in self._busy:
+        """Hold the cache's slots until `end_recall`. Returns None if it is absent or already being recalled."""
+        found = self._entries.get(cache_id)
+        if found is None or cache_id in self._busy:
             return None
         self._busy.add(cache_id)
-        self._ledger.share(kept.slots)
-        return kept
+        self.ledger.share(found.slots)
+        return found
 
-    def end_recall(self, kept: TierEntry) -> None:
-        self._busy.discard(kept.entry.cache_id)
-        self._give_back(kept.slots)
+    def end_recall(self, tier_entry: TierEntry) -> None:
+        self._busy.discard(tier_entry.entry.cache_id)
+        self._give_back(tier_entry.slots)
 
     def forget(self, cache_id: str) -> CacheEntry | None:
-        """The cache, which was here and is no more."""
-        kept = self._kept.pop(cache_id, None)
-        if kept is None:
+        """Remove a cache and return it; None if it is absent."""
+        found = self._entries.pop(cache_id, None)
+        if found is None:
             return None
-        for key in kept.entry.keys:
+        for key in found.entry.keys:
             self._by_key[key].remove(cache_id)
             if not self._by_key[key]:
                 del self._by_key[key]
-        self._give_back(kept.slots)
-        return kept.entry
+        self._give_back(found.slots)
+        return found.entry
 
     def expire(self, now: float) -> None:
         if now < self._next_expiry:
@@ -140,46 +140,37 @@ class HostTier:
         self._next_expiry = min((entry.expires_at for entry in self.entries()), default=math.inf)
 
     def entries(self) -> Iterator[CacheEntry]:
-        return (kept.entry for kept in self._kept.values())
-
-    def next_dirty(self, limit: int) -> list[int]:
-        return self._ledger.next_dirty(limit)
+        return (tier_entry.entry for tier_entry in self._entries.values())
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Zero slots of `next_dirty`; `cleaned` follows."""
+        """Zero slots of `ledger.next_dirty`; `ledger.cleaned` follows."""
         for slot in slots:
             self.data[slot].zero_()
 
-    def cleaned(self, slots: Sequence[int]) -> None:
-        self._ledger.cleaned(slots)
-
     def _make_room(self, num_slots: int) -> bool:
-        while self._ledger.num_ready < num_slots:
-            oldest = next((cache_id for cache_id in self._kept if cache_id not in self._busy), None)
+        while self.ledger.num_ready < num_slots:
+            oldest = next((cache_id for cache_id in self._entries if cache_id not in self._busy), None)
             if oldest is None:
                 return False
             self.forget(oldest)
         return True
 
     def _give_back(self, slots: Sequence[int]) -> None:
-        for slot in self._ledger.drop(slots):
-            name = self._name_of.pop(slot, None)
-            if name is not None:
-                del self._slot_of[name]
-
-
-RECALL_BYTES = 2**23  # copied back in one step: a few milliseconds, for which others wait
+        for slot in self.ledger.drop(slots):
+            version = self._version_in.pop(slot, None)
+            if version is not None:
+                del self._slot_of[version]
 
 
 class TieredPool(Pool):
-    """With a second tier of `tier_bytes`. Raises `InvalidRequest` if that holds no block."""
+    """A pool with a second tier of `tier_bytes`. Raises `InvalidRequest` if that holds no block."""
 
-    def __init__(self, arena: Arena, fingerprint: str, *, tier_bytes: int, **more: Any):
-        self._tier = HostTier(arena.layout, tier_bytes)  # the base starts the thread that clears it
-        self._spilling = threading.Lock()  # one copies down at a time
+    def __init__(self, arena: Arena, fingerprint: str, *, tier_bytes: int, **options: Any):
+        self._tier = HostTier(arena.layout, tier_bytes)  # before the base starts the thread that clears it
+        self._spill_lock = threading.Lock()  # one spill at a time
         self._num_recalls = 0
-        self._recalled_at_once = max(1, RECALL_BYTES // arena.block_bytes)
-        super().__init__(arena, fingerprint, **more)
+        self._blocks_per_step = max(1, RECALL_BYTES // arena.block_bytes)
+        super().__init__(arena, fingerprint, **options)
 
     @property
     def stats(self) -> PoolStats:
@@ -191,11 +182,11 @@ class TieredPool(Pool):
                 num_recalls=self._num_recalls,
             )
 
-    def allocate(self, num_blocks: int, *, evict: bool = True, overwritten: int = 0) -> Hold:
-        """As `Pool.allocate`; what it evicts is copied to the second tier before."""
+    def allocate(self, num_blocks: int, *, evict: bool = True, num_overwritten: int = 0) -> Hold:
+        """As `Pool.allocate`, but copy the evicted caches to the second tier first."""
         if evict:
             self._spill(num_blocks)
-        return super().allocate(num_blocks, evict=evict, overwritten=overwritten)
+        return super().allocate(num_blocks, evict=evict, num_overwritten=num_overwritten)
 
     def discard(self, cache_id: str) -> None:
         with self._changed:
@@ -203,24 +194,26 @@ class TieredPool(Pool):
                 super().discard(cache_id)
             self._changed.notify_all()
 
-    def discard_itself(self, cache_id: str) -> None:
+    def discard_if_present(self, cache_id: str) -> None:
         with self._changed:
             if self._tier.forget(cache_id) is None:
-                super().discard_itself(cache_id)
+                super().discard_if_present(cache_id)
             self._changed.notify_all()
 
     def supersede(self, exact: CacheEntry, *, tip: CacheEntry | None = None) -> int:
-        """As `Pool.supersede`; those in the second tier go as well."""
+        """As `Pool.supersede`, for the caches of both tiers."""
         with self._changed:
             num_replaced = super().supersede(exact, tip=tip)
-            below = [entry for entry in self._tier.entries() if not entry.is_exact and is_prefix(entry, exact)]
-            for entry in below if num_replaced else ():
+            if not num_replaced:
+                return 0
+            in_tier = [entry for entry in self._tier.entries() if not entry.is_exact and is_prefix(entry, exact)]
+            for entry in in_tier:
                 self._tier.forget(entry.cache_id)
                 self._successors[entry.cache_id] = exact.cache_id
             self._changed.notify_all()
-            return num_replaced + (len(below) if num_replaced else 0)
+            return num_replaced + len(in_tier)
 
-    def evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
+    def find_evicted(self, token_ids: Sequence[int], salt: str, cache_id: str | None = None) -> str | None:
         keys = self._keys(token_ids, salt) if cache_id is None else []
         with self._changed:
             self._expire(self._clock())
@@ -232,96 +225,88 @@ class TieredPool(Pool):
 
     def recall(self, cache_id: str) -> Generator[None, None, None]:
         with self._changed:
-            kept = self._tier.begin_recall(cache_id)
-        if kept is None:
+            tier_entry = self._tier.begin_recall(cache_id)
+        if tier_entry is None:
             return
         try:
-            yield from self._copy_up(kept)
+            yield from self._copy_up(tier_entry)
         except PoolFull:
-            pass  # it stays where it is
+            pass  # it stays in the tier
         finally:
             with self._changed:
-                self._tier.end_recall(kept)
+                self._tier.end_recall(tier_entry)
                 self._changed.notify_all()
 
     # -- down -------------------------------------------------------------------------------------------------------
 
     def _spill(self, num_blocks: int) -> None:
-        """Copy down what so many blocks will cost, and evict it; what has no room there is left to `allocate`."""
-        with self._spilling:
+        """Copy to the tier, and evict, the caches whose eviction frees `num_blocks`. `allocate` evicts those that do
+        not fit into the tier."""
+        with self._spill_lock:
             with self._changed:
-                going = self._admitted(num_blocks)
+                admitted = self._admit_victims(num_blocks)
             is_copied = False
             try:
-                for kept in going:
-                    self._copy_down(kept)
+                for tier_entry in admitted:
+                    for block, slot in tier_entry.copies:
+                        self._tier.data[slot].copy_(self.arena.data[block])
                 is_copied = True
             finally:
                 with self._changed:
-                    for kept in going:
-                        self._settle(kept, is_copied)
+                    for tier_entry in admitted:
+                        self._finish_spill(tier_entry, is_copied)
 
-    def _admitted(self, num_blocks: int) -> list[TierEntry]:
-        """The victims that fit into the tier, their blocks held."""
+    def _admit_victims(self, num_blocks: int) -> list[TierEntry]:
+        """Choose the victims that fit into the tier, and hold their blocks."""
         self._expire(self._clock())
         needed = num_blocks - self._ledger.num_free
         victims = choose_victims(self._entries.values(), self._ledger.users, needed) if needed > 0 else None
-        admitted = (self._tier.admit(entry, self.arena.generations_of(entry.blocks)) for entry in victims or ())
-        going = [kept for kept in admitted if kept]
-        for kept in going:
-            self._ledger.share(kept.entry.blocks)
-        return going
+        tried = [self._tier.admit(entry, self.arena.generations_of(entry.blocks)) for entry in victims or ()]
+        admitted = [tier_entry for tier_entry in tried if tier_entry]
+        for tier_entry in admitted:
+            self._ledger.share(tier_entry.entry.blocks)
+        return admitted
 
-    def _copy_down(self, kept: TierEntry) -> None:
-        for block, slot in kept.copies:
-            self._tier.data[slot].copy_(self.arena.data[block])
-
-    def _settle(self, kept: TierEntry, is_copied: bool) -> None:
-        """Evicted, unless it was dropped while it was copied."""
-        if is_copied and self._entries.get(kept.entry.cache_id) is kept.entry:
-            self._forget(kept.entry)
+    def _finish_spill(self, tier_entry: TierEntry, is_copied: bool) -> None:
+        """Evict the cache, unless it was dropped while it was copied."""
+        entry = tier_entry.entry
+        if is_copied and self._entries.get(entry.cache_id) is entry:
+            self._forget(entry)
             self._num_evictions += 1
-            self._tier.commit(kept)
+            self._tier.commit(tier_entry)
         else:
-            self._tier.abandon(kept)
-        self._drop_users(kept.entry.blocks)
+            self._tier.abandon(tier_entry)
+        self._drop_users(entry.blocks)
 
     # -- up ---------------------------------------------------------------------------------------------------------
 
-    def _copy_up(self, kept: TierEntry) -> Iterator[None]:
-        """What of an exact cache stands in the pool is shared, the rest copied."""
-        entry = kept.entry
+    def _copy_up(self, tier_entry: TierEntry) -> Iterator[None]:
+        """Share the blocks of an exact cache that are still in the pool, and copy the others."""
+        entry = tier_entry.entry
         token_ids = entry.token_ids if entry.is_exact else ()
         with (
             self.match_prefix(token_ids, entry.tenant_salt) as prefix,
-            self.allocate(needed := len(kept.slots) - len(prefix.blocks), overwritten=needed) as fresh,
+            self.allocate(needed := len(tier_entry.slots) - len(prefix.blocks), num_overwritten=needed) as fresh,
         ):
             with self.arena.writing(fresh.blocks):
-                pairs = list(zip(fresh.blocks, kept.slots[len(prefix.blocks) :], strict=True))
-                for at in range(0, len(pairs), self._recalled_at_once):
-                    for block, slot in pairs[at : at + self._recalled_at_once]:
+                pairs = list(zip(fresh.blocks, tier_entry.slots[len(prefix.blocks) :], strict=True))
+                for at in range(0, len(pairs), self._blocks_per_step):
+                    for block, slot in pairs[at : at + self._blocks_per_step]:
                         self.arena.data[block].copy_(self._tier.data[slot])
                     yield
-            self._stand_again(kept, prefix.blocks + fresh.blocks)
-
-    def _stand_again(self, kept: TierEntry, blocks: tuple[int, ...]) -> None:
-        """Under its old id, unless it was dropped or expired meanwhile."""
-        with self._changed:
-            self._expire(self._clock())
-            entry = self._tier.forget(kept.entry.cache_id)
-            if entry is None:
-                return
-            entry = replace(entry, blocks=blocks)
-            self._ledger.share(blocks)
-            self._entries[entry.cache_id] = entry
-            self._index.add(entry.keys, blocks, entry.cache_id)
-            self._next_expiry = min(self._next_expiry, entry.expires_at)
-            self._num_recalls += 1
+            with self._changed:
+                self._expire(self._clock())
+                if self._tier.forget(entry.cache_id) is None:
+                    return  # dropped or expired meanwhile
+                restored = replace(entry, blocks=prefix.blocks + fresh.blocks)  # under its old id
+                self._ledger.share(restored.blocks)
+                self._add(restored)
+                self._num_recalls += 1
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _forget_made_by(self, provenance: Provenance) -> None:
-        super()._forget_made_by(provenance)
+    def _forget_provenance(self, provenance: Provenance) -> None:
+        super()._forget_provenance(provenance)
         for entry in [entry for entry in self._tier.entries() if entry.provenance == provenance]:
             self._tier.forget(entry.cache_id)
         self._changed.notify_all()
@@ -330,15 +315,15 @@ class TieredPool(Pool):
         super()._expire(now)
         self._tier.expire(now)
 
-    def _clear_for_ever(self) -> None:
-        """The blocks of both tiers, as they come free."""
+    def _clear_freed_blocks(self) -> None:
+        tier = self._tier
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._ledger.has_dirty or self._tier.has_dirty)
-                blocks, slots = self._ledger.next_dirty(CLEAR_BATCH), self._tier.next_dirty(CLEAR_BATCH)
+                self._changed.wait_for(lambda: self._closed or self._ledger.has_dirty or tier.ledger.has_dirty)
+                blocks, slots = self._ledger.next_dirty(CLEAR_BATCH), tier.ledger.next_dirty(CLEAR_BATCH)
             self.arena.clear(blocks)
-            self._tier.clear(slots)
+            tier.clear(slots)
             with self._changed:
                 self._ledger.cleaned(blocks)
-                self._tier.cleaned(slots)
+                tier.ledger.cleaned(slots)
                 self._changed.notify_all()

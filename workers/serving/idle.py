@@ -143,7 +143,7 @@ class Upgrader:
     async def upgrade_one(self) -> bool:
         """Whether there was a cache to upgrade."""
         tip = choose_hot(
-            self._pool.mapped(),
+            self._pool.mapped_caches(),
             self.uses.counts,
             free_blocks=self._pool.stats.free_blocks,
             block_tokens=self._pool.layout.block_tokens,
@@ -185,7 +185,7 @@ class Upgrader:
         return num_replaced
 
     def _check_stands(self, tip: CacheEntry) -> None:
-        if not self._pool.stands(tip):
+        if not self._pool.contains(tip):
             raise _gone(tip)
 
 

@@ -186,10 +186,10 @@ class Recaller:
         """What `find_reuse` would look for in vain, if the pool has it elsewhere."""
         if params.cache_id is not None or params.reuse:
             left_s = PATIENCE_S if deadline is None else PATIENCE_SHARE * (deadline - time.monotonic())
-            await self._recall(self._pool.evicted(token_ids, salt, params.cache_id), priority, left_s)
+            await self._recall(self._pool.find_evicted(token_ids, salt, params.cache_id), priority, left_s)
 
     async def for_lease(self, cache_id: str, salt: str) -> None:
-        await self._recall(self._pool.evicted((), salt, cache_id), 0, PATIENCE_S)
+        await self._recall(self._pool.find_evicted((), salt, cache_id), 0, PATIENCE_S)
 
     async def _recall(self, cache_id: str | None, priority: int, within_s: float) -> None:
         if cache_id is None:

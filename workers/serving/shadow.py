@@ -154,7 +154,7 @@ class Shadow:
             num_handed = num_read - DEFAULT_NATIVE_TAIL
             await self._compare(ServedAnswer(made.cache_id, token_ids, num_read + 1, refused.tenant_salt, num_handed))
         finally:
-            self._pool.discard_itself(made.cache_id)  # an exact one that has taken its place is a user's
+            self._pool.discard_if_present(made.cache_id)  # an exact one that has taken its place is a user's
 
     async def _compare(self, served: ServedAnswer) -> None:
         params = KVTransferParams(cache_id=served.cache_id, num_tokens=served.num_handed)

@@ -1,4 +1,4 @@
-"""What the tests of pool, transports and handoff share: a small layout, random KV, an owner for each kind of memory."""
+"""Shared by the tests of pool, transports and handoff: a small layout, random KV, arenas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST_KINDS = ["inproc", "shm"]
 
 
 class ManualClock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -39,9 +39,9 @@ def make_arena(kind: str, directory: Path, num_blocks: int = 16, layout: KVLayou
 
 
 def random_kv(begin: int, end: int, seed: int = 0, layout: KVLayout = LAYOUT) -> KVCache:
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shape = (layout.num_layers, 2, layout.num_kv_heads, end - begin, layout.head_dim)
-    stack = torch.randn(shape, generator=made)
+    stack = torch.randn(shape, generator=generator)
     return KVCache(tuple(stack[:, 0].unbind()), tuple(stack[:, 1].unbind()), begin)
 
 

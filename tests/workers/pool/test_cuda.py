@@ -13,25 +13,25 @@ from workers.pool.cuda import CudaArena, CudaError, CudaRuntime
 from workers.pool.segment import Segment
 from workers.transports import load_transport
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without a GPU")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 @without_gpu
-def test_without_a_gpu_the_pool_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(CudaError, match="no CUDA device; use a pool of kind shm"):
+def test_without_gpu_pool_is_rejected_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CudaError, match="finds no CUDA device; use a pool of kind shm"):
         make_arena("cuda_ipc", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @without_gpu
-def test_without_a_gpu_the_transport_is_refused() -> None:
+def test_without_gpu_transport_is_rejected() -> None:
     with pytest.raises(CudaError, match="no CUDA device"):
         load_transport("cuda_ipc")
 
 
 @pytest.mark.gpu
-def test_blocks_are_an_allocation_of_their_own(tmp_path: Path) -> None:
-    """PyTorch's allocator knows nothing of them: a handle to a piece of its memory would share the neighbours."""
+def test_blocks_have_their_own_allocation(tmp_path: Path) -> None:
+    """A handle to memory of PyTorch's allocator would share its neighbours too."""
     before = torch.cuda.memory_allocated()
     arena = make_arena("cuda_ipc", tmp_path)
     assert isinstance(arena, CudaArena)
@@ -41,7 +41,7 @@ def test_blocks_are_an_allocation_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_lie_on_the_device_that_is_named(tmp_path: Path) -> None:
+def test_blocks_are_on_the_given_device(tmp_path: Path) -> None:
     for device in range(torch.cuda.device_count()):
         arena = create_arena(
             "cuda_ipc", LAYOUT, 16 * block_bytes(LAYOUT), worker="w", epoch=new_epoch(), directory=tmp_path,
@@ -53,7 +53,7 @@ def test_blocks_lie_on_the_device_that_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_generations_stand_in_a_host_file_without_blocks(tmp_path: Path) -> None:
+def test_generations_are_in_host_file_without_blocks(tmp_path: Path) -> None:
     arena = make_arena("cuda_ipc", tmp_path)
     segment = Segment.attach(str(arena.export().address["name"]), tmp_path)
     with arena.writing([3]):
@@ -64,7 +64,7 @@ def test_generations_stand_in_a_host_file_without_blocks(tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-def test_a_write_has_ended_on_the_device_before_its_generation_is_even(tmp_path: Path) -> None:
+def test_write_ends_on_device_before_generation_is_even(tmp_path: Path) -> None:
     arena = make_arena("cuda_ipc", tmp_path)
     done = torch.cuda.Event()
     with arena.writing([0, 1]):
@@ -76,8 +76,8 @@ def test_a_write_has_ended_on_the_device_before_its_generation_is_even(tmp_path:
 
 
 @pytest.mark.gpu
-def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
-    layout = LAYOUT.model_copy(update={"num_layers": 1024, "block_tokens": 1024})  # 128 MiB a block
+def test_close_frees_memory(tmp_path: Path) -> None:
+    layout = LAYOUT.model_copy(update={"num_layers": 1024, "block_tokens": 1024})  # 128 MiB per block
     free_before, _ = torch.cuda.mem_get_info()
     arena = make_arena("cuda_ipc", tmp_path, num_blocks=4, layout=layout)
     taken = free_before - torch.cuda.mem_get_info()[0]
@@ -87,7 +87,7 @@ def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_killed_owners_memory_is_free_once_its_reader_is_closed() -> None:
+def test_reader_close_frees_memory_of_killed_owner() -> None:
     layout = LAYOUT.model_copy(update={"num_layers": 1024, "block_tokens": 1024})
     owner = RemoteOwner("cuda_ipc", num_blocks=4, layout=layout)
     ticket = owner.ticket(8)
@@ -100,14 +100,14 @@ def test_a_killed_owners_memory_is_free_once_its_reader_is_closed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_found_by_its_bus_id() -> None:
+def test_device_is_found_by_bus_id() -> None:
     runtime = CudaRuntime()
     for device in range(torch.cuda.device_count()):
         assert runtime.device_at(runtime.pci_bus_id(device)) == device
 
 
 @pytest.mark.gpu
-def test_a_failed_call_says_why_and_leaves_no_trace() -> None:
+def test_failed_call_reports_error_and_clears_it() -> None:
     runtime = CudaRuntime()
     with pytest.raises(CudaError, match="cudaMalloc failed: out of memory"):
         runtime.malloc(1 << 50)

@@ -18,22 +18,22 @@ from workers.digest import CHAIN_TOKENS, KVIdentity, block_chain, common_prefix_
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=3 * CHAIN_TOKENS)
 
 
-def test_the_digest_is_pinned() -> None:
-    """A changed digest would make every worker of a half-upgraded cluster refuse every cache."""
+def test_digest_is_pinned() -> None:
+    """A changed digest would make the workers of a half-upgraded cluster reject every cache."""
     ids = list(range(100))
 
     def sha(*fields: bytes) -> bytes:
         return hashlib.sha256(b"".join(len(f).to_bytes(8, "little") + f for f in fields)).digest()
 
-    def packed(some: list[int]) -> bytes:
-        return b"".join(t.to_bytes(4, "little") for t in some)
+    def packed(ids: list[int]) -> bytes:
+        return b"".join(t.to_bytes(4, "little") for t in ids)
 
     seed = sha(b"kvrelay/tokens/1", SALT.encode())
     expected = sha(sha(seed, packed(ids[:64])), packed(ids[64:]))
     assert token_digest(ids, SALT) == expected.hex()
 
 
-def test_the_digest_does_not_depend_on_the_process() -> None:
+def test_digest_is_independent_of_process() -> None:
     code = f"from workers.digest import token_digest; print(token_digest(range(200), {SALT!r}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == token_digest(range(200), SALT)
@@ -55,18 +55,18 @@ def test_common_prefix(left: Sequence[int], right: Sequence[int], shared: int) -
 
 
 @given(tokens, tokens)
-def test_other_tokens_or_another_tenant_have_another_digest(left: list[int], right: list[int]) -> None:
+def test_digest_depends_on_tokens_and_tenant(left: list[int], right: list[int]) -> None:
     assert (token_digest(left, SALT) == token_digest(right, SALT)) == (left == right)
     assert token_digest(left, SALT) != token_digest(left, OTHER_SALT)
 
 
-def test_every_length_has_its_own_digest() -> None:
+def test_digest_depends_on_length() -> None:
     ids = [7] * (2 * CHAIN_TOKENS + 1)
     assert len({token_digest(ids[:n], SALT) for n in range(len(ids) + 1)}) == len(ids) + 1
 
 
 @given(tokens, st.sampled_from([1, 4, 16]))
-def test_a_block_chain_has_a_key_for_each_full_block_and_agrees_on_common_prefixes(
+def test_block_chain_has_key_per_full_block_and_shares_prefixes(
     ids: list[int], block_tokens: int
 ) -> None:
     identity = identity_of(layout=LAYOUT.model_copy(update={"block_tokens": block_tokens}))
@@ -78,7 +78,7 @@ def test_a_block_chain_has_a_key_for_each_full_block_and_agrees_on_common_prefix
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, "7", 1.5, None])
-def test_what_is_no_token_id_is_named(bad: object) -> None:
+def test_invalid_token_id_is_rejected(bad: object) -> None:
     with pytest.raises(InvalidRequest, match=f"token id {bad!r} is not an integer in 0..4294967295"):
         token_digest([1, bad], SALT)  # type: ignore[list-item]
 
@@ -87,8 +87,8 @@ def identity_of(**changes: Any) -> KVIdentity:
     return replace(KVIdentity(SALT, FINGERPRINT, LAYOUT, "exact"), **changes)
 
 
-def test_a_cache_key_changes_with_each_part_of_its_identity() -> None:
-    """Equal tokens; a key in common would let one cache stand for another that it may not stand for."""
+def test_cache_key_depends_on_each_part_of_identity() -> None:
+    """Equal tokens: a common key would let one cache be used for another."""
     layouts: list[dict[str, Any]] = [{"num_layers": 16}, {"num_kv_heads": 16}, {"head_dim": 16}, {"dtype": "float16"}]
     identities = [
         identity_of(),

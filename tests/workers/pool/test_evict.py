@@ -26,7 +26,7 @@ def victims(entries: list[CacheEntry], needed: int, *others: int) -> str | None:
     return None if chosen is None else "".join(entry.cache_id for entry in chosen)
 
 
-def test_the_oldest_go_first_and_no_more_than_needed() -> None:
+def test_oldest_are_evicted_first_and_only_as_needed() -> None:
     entries = [cache("a", 0, 1), cache("b", 2, 3), cache("c", 4)]
     assert victims(entries, 0) == ""
     assert victims(entries, 2) == "a"
@@ -35,14 +35,14 @@ def test_the_oldest_go_first_and_no_more_than_needed() -> None:
     assert victims(entries, 6) is None
 
 
-def test_a_block_that_somebody_uses_never_comes_free() -> None:
+def test_block_in_use_is_never_freed() -> None:
     entries = [cache("a", 0, 1), cache("b", 2, 3)]
     assert victims(entries, 2, 0, 1) == "b"
     assert victims(entries, 3, 0) == "ab"
     assert victims(entries, 4, 0) is None
 
 
-def test_a_shared_block_comes_free_with_the_last_cache() -> None:
+def test_shared_block_is_freed_with_last_cache() -> None:
     entries = [cache("a", 0, 1), cache("b", 0, 1, 2)]
     assert victims(entries, 1) == "b"
     assert victims(entries, 2) == "ab"
@@ -52,17 +52,17 @@ entries_of = st.lists(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, uniqu
 
 
 @given(entries_of, st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3), st.integers(0, NUM_BLOCKS))
-def test_dropping_the_victims_frees_enough_or_nothing_would(
+def test_victims_free_enough_and_none_is_superfluous(
     blocks: list[list[int]], others: list[int], needed: int
 ) -> None:
-    entries = [cache(str(i), *some) for i, some in enumerate(blocks)]
+    entries = [cache(str(i), *owned) for i, owned in enumerate(blocks)]
     chosen = choose_victims(entries, users(entries, *others), needed)
-    used = {block for some in blocks for block in some}
+    used = {block for owned in blocks for block in owned}
     if chosen is None:
         assert len(used - set(others)) < needed
         return
     left = users([entry for entry in entries if entry not in chosen], *others)
     assert sum(not left[block] for block in used) >= needed
-    for spared in chosen:  # each of them had to go
+    for spared in chosen:  # each victim is necessary
         left = users([entry for entry in entries if entry not in chosen or entry is spared], *others)
         assert sum(not left[block] for block in used) < needed

@@ -49,7 +49,7 @@ def free(pool: Pool) -> int:
 # -- caches ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_holds_what_was_stored(pool: Pool, clock: ManualClock) -> None:
+def test_stored_cache_reads_back(pool: Pool, clock: ManualClock) -> None:
     entry = store(pool, 10)
     assert_same(pool.gather(entry.blocks, 0, 10), random_kv(0, 10, seed=100))
     assert pool.get(entry.cache_id, SALT) == entry
@@ -60,17 +60,17 @@ def test_a_cache_holds_what_was_stored(pool: Pool, clock: ManualClock) -> None:
     assert free(pool) == 13
 
 
-def test_gathering_fills_tensors_that_the_caller_has(pool: Pool) -> None:
+def test_gather_fills_given_tensors(pool: Pool) -> None:
     entry = store(pool, 10)
     out = random_kv(3, 9, seed=1)
     assert pool.gather(entry.blocks, 3, 9, out) is out
     assert_same(out, random_kv(0, 10, seed=100).slice(3, 9))
-    with pytest.raises(InvalidRequest, match=r"out holds 6 tokens from 3; asked for \[0, 6\)"):
+    with pytest.raises(InvalidRequest, match=r"out holds 6 tokens from 3; it must hold \[0, 6\)"):
         pool.gather(entry.blocks, 0, 6, out)
 
 
 @pytest.mark.parametrize("cut", [1, 4, 6, 8, 10])
-def test_an_extended_cache_shares_whole_blocks_and_copies_the_cut_one(pool: Pool, cut: int) -> None:
+def test_extended_cache_shares_whole_blocks_and_copies_cut_one(pool: Pool, cut: int) -> None:
     old = store(pool, 10)
     suffix = random_kv(cut, 15, seed=2)
     ids = [*old.token_ids[:cut], *range(500, 500 + 15 - cut)]
@@ -87,27 +87,27 @@ def test_an_extended_cache_shares_whole_blocks_and_copies_the_cut_one(pool: Pool
     assert_same(pool.gather(new.blocks, 0, cut), random_kv(0, 10, seed=100).slice(0, cut))
 
 
-def test_a_cache_of_another_tenant_is_refused(pool: Pool) -> None:
+def test_cache_of_another_tenant_is_rejected(pool: Pool) -> None:
     entry = store(pool, 10)
-    for refused in (
+    for call in (
         lambda: pool.get(entry.cache_id, OTHER_SALT),
         lambda: pool.hold(entry.cache_id, OTHER_SALT),
         lambda: pool.lease(entry.cache_id, OTHER_SALT, ttl_s=1),
         lambda: pool.drop(entry.cache_id, OTHER_SALT),
     ):
         with pytest.raises(CacheMismatch, match="belongs to another tenant"):
-            refused()
+            call()
     assert pool.get(entry.cache_id, SALT) == entry
 
 
-def test_a_prefix_of_another_tenant_is_refused(pool: Pool) -> None:
+def test_prefix_of_another_tenant_is_rejected(pool: Pool) -> None:
     entry = store(pool, 8)
     with pool.hold(entry.cache_id, SALT) as held, pytest.raises(CacheMismatch, match="another tenant"):
         pool.store(range(100, 112), random_kv(8, 12), OTHER_SALT, ttl_s=60, prefix=held)
     assert pool.match_prefix(entry.token_ids, OTHER_SALT).blocks == ()
 
 
-def test_a_dropped_cache_is_unknown(pool: Pool) -> None:
+def test_dropped_cache_is_not_found(pool: Pool) -> None:
     entry = store(pool, 10)
     pool.drop(entry.cache_id, SALT)
     with pytest.raises(CacheNotFound, match=f"no cache {entry.cache_id} in epoch {pool.epoch}"):
@@ -115,7 +115,7 @@ def test_a_dropped_cache_is_unknown(pool: Pool) -> None:
     assert free(pool) == 16
 
 
-def test_an_expired_cache_is_gone(pool: Pool, clock: ManualClock) -> None:
+def test_expired_cache_is_not_found(pool: Pool, clock: ManualClock) -> None:
     short, long = store(pool, 8, ttl_s=5), store(pool, 8, first=300, ttl_s=50)
     clock.now += 5
     with pytest.raises(CacheNotFound):
@@ -125,29 +125,29 @@ def test_an_expired_cache_is_gone(pool: Pool, clock: ManualClock) -> None:
     assert free(pool) == 16
 
 
-def test_what_a_put_says_must_fit(pool: Pool) -> None:
-    def refused(message: str, blocks: Sequence[int], num_tokens: int, **more: Any) -> None:
+def test_put_rejects_inconsistent_arguments(pool: Pool) -> None:
+    def rejects(message: str, blocks: Sequence[int], num_tokens: int, **more: Any) -> None:
         with pytest.raises(InvalidRequest, match=message):
             pool.put(blocks, range(num_tokens), SALT, ttl_s=1, **more)
 
     with pool.allocate(2) as fresh:
-        refused("5 tokens fill 2 blocks, at least one; got 1", fresh.blocks[:1], 5)
-        refused("0 tokens fill 0 blocks", (), 0)
-        refused("block 16 does not exist; this pool has blocks 0..15", (0, 16), 5)
-        refused("block -1 does not exist", (0, -1), 5)
-        refused("does not go with", fresh.blocks, 5, provenance=BUNDLE)
-        refused("does not go with", fresh.blocks, 5, mapped=Span(0, 5))
-        refused("do not lie in 5", fresh.blocks, 5, provenance=BUNDLE, mapped=Span(0, 6))
+        rejects("5 tokens need 2 blocks, and at least one; got 1", fresh.blocks[:1], 5)
+        rejects("0 tokens need 0 blocks", (), 0)
+        rejects("block 16 does not exist; this pool has blocks 0..15", (0, 16), 5)
+        rejects("block -1 does not exist", (0, -1), 5)
+        rejects("does not allow", fresh.blocks, 5, provenance=BUNDLE)
+        rejects("does not allow", fresh.blocks, 5, mapped=Span(0, 5))
+        rejects("are outside of 5", fresh.blocks, 5, provenance=BUNDLE, mapped=Span(0, 6))
     assert pool.stats.num_caches == 0
 
 
-def test_what_a_store_says_must_fit(pool: Pool) -> None:
+def test_store_rejects_inconsistent_arguments(pool: Pool) -> None:
     entry = store(pool, 10)
     with pool.hold(entry.cache_id, SALT) as held:
         for error, message, ids, kv in (
             (InvalidRequest, "13 tokens, but the KV ends at 12", range(100, 113), random_kv(10, 12)),
             (InvalidRequest, "starts at 11, past the 10 tokens", range(100, 112), random_kv(11, 12)),
-            (CacheMismatch, "the first 10 tokens are not those of kvc-", range(101, 113), random_kv(10, 12)),
+            (CacheMismatch, "the first 10 tokens differ from those of kvc-", range(101, 113), random_kv(10, 12)),
         ):
             with pytest.raises(error, match=message):
                 pool.store(ids, kv, SALT, ttl_s=1, prefix=held)
@@ -157,7 +157,7 @@ def test_what_a_store_says_must_fit(pool: Pool) -> None:
 # -- exact prefixes -------------------------------------------------------------------------------------------------
 
 
-def test_an_exact_prefix_is_found_in_whole_blocks(pool: Pool) -> None:
+def test_exact_prefix_is_found_in_whole_blocks(pool: Pool) -> None:
     entry = store(pool, 10)
     for ids, num_tokens in (
         (list(entry.token_ids), 8),
@@ -170,12 +170,12 @@ def test_an_exact_prefix_is_found_in_whole_blocks(pool: Pool) -> None:
             assert (match.num_tokens, match.blocks) == (num_tokens, entry.blocks[: num_tokens // SIZE])
 
 
-def test_a_prefix_is_not_found_for_another_tenant(pool: Pool) -> None:
+def test_prefix_is_not_found_for_another_tenant(pool: Pool) -> None:
     entry = store(pool, 8)
     assert pool.match_prefix(entry.token_ids, OTHER_SALT).num_tokens == 0
 
 
-def test_mapped_blocks_are_never_found_by_their_tokens(pool: Pool) -> None:
+def test_mapped_blocks_are_not_found_by_tokens(pool: Pool) -> None:
     entry = put_mapped(pool, 12)
     assert pool.match_prefix(entry.token_ids, SALT).blocks == ()
     with pytest.raises(CacheMismatch, match=f"is {BUNDLE}; an exact cache is required"):
@@ -185,7 +185,7 @@ def test_mapped_blocks_are_never_found_by_their_tokens(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 8, 12])
-def test_what_is_read_over_mapped_blocks_stays_mapped(pool: Pool, start: int) -> None:
+def test_cache_extended_over_mapped_blocks_stays_mapped(pool: Pool, start: int) -> None:
     mapped = put_mapped(pool, 12, head=4)
     ids = [*mapped.token_ids, *range(500, 504)]
     with pool.hold(mapped.cache_id, SALT) as held:
@@ -195,7 +195,7 @@ def test_what_is_read_over_mapped_blocks_stays_mapped(pool: Pool, start: int) ->
     assert pool.match_prefix(ids, SALT).blocks == ()
 
 
-def test_a_mapped_cache_beside_an_exact_one_does_not_take_its_place(pool: Pool) -> None:
+def test_equal_mapped_cache_does_not_hide_exact_one(pool: Pool) -> None:
     exact = store(pool, 8)
     put_mapped(pool, 8)
     with pool.match_prefix(exact.token_ids, SALT) as match:
@@ -203,7 +203,7 @@ def test_a_mapped_cache_beside_an_exact_one_does_not_take_its_place(pool: Pool) 
 
 
 @pytest.mark.parametrize("dropped", [0, 1])
-def test_of_two_equal_caches_the_one_that_is_left_is_found(pool: Pool, dropped: int) -> None:
+def test_remaining_one_of_two_equal_caches_is_found(pool: Pool, dropped: int) -> None:
     caches = [store(pool, 8), store(pool, 8)]
     pool.drop(caches.pop(dropped).cache_id, SALT)
     with pool.match_prefix(caches[0].token_ids, SALT) as match:
@@ -212,14 +212,14 @@ def test_of_two_equal_caches_the_one_that_is_left_is_found(pool: Pool, dropped: 
     assert pool.match_prefix(caches[0].token_ids, SALT).blocks == ()
 
 
-def test_a_freed_block_is_no_longer_found(pool: Pool) -> None:
+def test_freed_block_is_not_found(pool: Pool) -> None:
     entry = store(pool, 8)
     pool.drop(entry.cache_id, SALT)
     assert pool.match_prefix(entry.token_ids, SALT).blocks == ()
 
 
 @pytest.mark.parametrize("differs_at", [0, 255, 256, 700, 999])
-def test_a_common_prefix_may_end_anywhere(pool: Pool, differs_at: int) -> None:
+def test_common_prefix_may_end_anywhere(pool: Pool, differs_at: int) -> None:
     entry = replace(store(pool, 8), token_ids=tuple(range(1000)))
     ids = [*range(differs_at), 5000, *range(differs_at + 1, 1200)]
     assert entry.common_prefix(ids) == differs_at and entry.common_prefix(range(1200)) == 1000
@@ -231,47 +231,47 @@ def test_common_prefix_counts_equal_first_tokens(pool: Pool) -> None:
         assert entry.common_prefix(list(ids)) == shared
 
 
-@pytest.mark.parametrize("is_off", [True, False])
-def test_nothing_of_a_barred_provenance_is_kept(pool: Pool, is_off: bool) -> None:
-    """Nor what is written meanwhile on top of such a cache."""
+@pytest.mark.parametrize("is_barred", [True, False])
+def test_barred_provenance_is_removed_and_not_stored(pool: Pool, is_barred: bool) -> None:
+    """This includes a cache that is being extended over such a cache."""
     base, other = put_mapped(pool, 8), store(pool, 8, first=300)
     with pool.hold(base.cache_id, SALT) as held:
         pool.bar(BUNDLE)
-        assert not pool.mapped() and pool.get(other.cache_id, SALT)
-        if is_off:
+        assert not pool.mapped_caches() and pool.get(other.cache_id, SALT)
+        if is_barred:
             with pytest.raises(BundleUnusable, match=BUNDLE):
                 pool.store([*base.token_ids, 1, 2], random_kv(8, 10), SALT, ttl_s=60, prefix=held)
         else:
             pool.unbar(BUNDLE)
             pool.store([*base.token_ids, 1, 2], random_kv(8, 10), SALT, ttl_s=60, prefix=held)
-    assert free(pool) == 16 - 2 - (0 if is_off else 3)
+    assert free(pool) == 16 - 2 - (0 if is_barred else 3)
 
 
-def test_what_is_made_to_try_it_out_stays_while_it_is_barred(pool: Pool) -> None:
+def test_allowed_cache_of_barred_provenance_is_kept(pool: Pool) -> None:
     pool.bar(BUNDLE)
     with pool.allocate(2) as fresh:
         tried = pool.put(
-            fresh.blocks, range(8), SALT, ttl_s=60, provenance=BUNDLE, mapped=Span(1, 8), even_barred=True
+            fresh.blocks, range(8), SALT, ttl_s=60, provenance=BUNDLE, mapped=Span(1, 8), allow_barred=True
         )
     pool.bar(BUNDLE)
-    assert pool.mapped() == [tried]
+    assert pool.mapped_caches() == [tried]
 
 
-def test_a_cache_that_goes_itself_leaves_its_successor(pool: Pool) -> None:
+def test_discard_if_present_leaves_successor(pool: Pool) -> None:
     mapped = put_mapped(pool, 8)
     exact = store(pool, 8)
     pool.supersede(exact)
-    pool.discard_itself(mapped.cache_id)
+    pool.discard_if_present(mapped.cache_id)
     assert pool.peek(mapped.cache_id) == exact
-    pool.discard_itself(exact.cache_id)
-    pool.discard_itself(exact.cache_id)
+    pool.discard_if_present(exact.cache_id)
+    pool.discard_if_present(exact.cache_id)
     assert free(pool) == 16
 
 
-# -- room -----------------------------------------------------------------------------------------------------------
+# -- eviction -------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_cache_makes_room(pool: Pool) -> None:
+def test_least_recently_used_cache_is_evicted(pool: Pool) -> None:
     old, middle, young = (store(pool, 16, first=i * 100) for i in range(3))
     pool.get(old.cache_id, SALT)
     with pool.allocate(8):
@@ -282,7 +282,7 @@ def test_the_least_recently_used_cache_makes_room(pool: Pool) -> None:
     assert pool.stats.num_evictions == 1
 
 
-def test_peeking_at_a_cache_does_not_use_it(pool: Pool) -> None:
+def test_peek_does_not_mark_cache_as_used(pool: Pool) -> None:
     old, young = store(pool, 24, first=0), store(pool, 24, first=100)
     assert pool.peek(old.cache_id) == old
     with pool.allocate(10):
@@ -291,7 +291,7 @@ def test_peeking_at_a_cache_does_not_use_it(pool: Pool) -> None:
             pool.peek(old.cache_id)
 
 
-def test_finding_a_prefix_uses_its_cache(pool: Pool) -> None:
+def test_match_prefix_marks_cache_as_used(pool: Pool) -> None:
     old, young = store(pool, 24, first=0), store(pool, 24, first=100)
     pool.match_prefix(old.token_ids, SALT).release()
     with pool.allocate(10):
@@ -300,14 +300,14 @@ def test_finding_a_prefix_uses_its_cache(pool: Pool) -> None:
             pool.get(young.cache_id, SALT)
 
 
-def test_what_is_in_use_is_not_evicted(pool: Pool) -> None:
+def test_blocks_in_use_are_not_evicted(pool: Pool) -> None:
     leased, held, idle = (store(pool, 16, first=i * 100) for i in range(3))
     lease = pool.lease(leased.cache_id, SALT, ttl_s=30)
     with pool.hold(held.cache_id, SALT):
         before = pool.arena.generations_of(leased.blocks + held.blocks)
         with pool.allocate(8):
             assert pool.arena.generations_of(leased.blocks + held.blocks) == before
-            with pytest.raises(PoolFull, match="1 blocks asked for; 0 of 16 are free .* 1 leases") as full:
+            with pytest.raises(PoolFull, match="1 blocks requested; 0 of 16 are free.* 1 leases") as full:
                 pool.allocate(1)
             assert isinstance(full.value, Overloaded) and full.value.status == 503
             assert full.value.retry_after_s == 5.0
@@ -317,7 +317,7 @@ def test_what_is_in_use_is_not_evicted(pool: Pool) -> None:
     pool.allocate(16).release()
 
 
-def test_what_cannot_be_had_evicts_nothing(pool: Pool) -> None:
+def test_impossible_allocation_evicts_nothing(pool: Pool) -> None:
     entry = store(pool, 16)
     with pool.allocate(8):
         with pytest.raises(PoolFull):
@@ -325,9 +325,9 @@ def test_what_cannot_be_had_evicts_nothing(pool: Pool) -> None:
         pool.get(entry.cache_id, SALT)
 
 
-def test_who_may_not_evict_gets_what_is_free(pool: Pool) -> None:
+def test_allocation_without_eviction_takes_only_free_blocks(pool: Pool) -> None:
     entry = store(pool, 16)
-    with pool.allocate(12, evict=False), pytest.raises(PoolFull, match="1 blocks .* or by caches"):
+    with pool.allocate(12, evict=False), pytest.raises(PoolFull, match="1 blocks .* and caches"):
         pool.allocate(1, evict=False)
     with pytest.raises(PoolFull):
         pool.store(range(64), random_kv(0, 64), SALT, ttl_s=60, evict=False)
@@ -335,12 +335,12 @@ def test_who_may_not_evict_gets_what_is_free(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "error"), [(-1, InvalidRequest), (17, PoolFull)])
-def test_what_no_pool_of_this_size_can_give(pool: Pool, num_blocks: int, error: type[KvrelayError]) -> None:
-    with pytest.raises(error, match=f"{num_blocks} blocks asked for; this pool has 16"):
+def test_allocation_beyond_pool_size_is_rejected(pool: Pool, num_blocks: int, error: type[KvrelayError]) -> None:
+    with pytest.raises(error, match=f"{num_blocks} blocks requested; this pool has 16"):
         pool.allocate(num_blocks)
 
 
-def test_allocated_blocks_are_zero_whoever_had_them(pool: Pool) -> None:
+def test_allocated_blocks_are_zero(pool: Pool) -> None:
     for first in range(6):
         store(pool, 32, first=first * 100)
         with pool.allocate(12) as fresh:
@@ -348,11 +348,11 @@ def test_allocated_blocks_are_zero_whoever_had_them(pool: Pool) -> None:
             pool.scatter(fresh.blocks, random_kv(0, 48))
 
 
-def test_blocks_that_are_overwritten_whole_need_not_be_zeroed_but_others_are(pool: Pool) -> None:
+def test_only_overwritten_blocks_are_not_zeroed(pool: Pool) -> None:
     """A cache fills its blocks but for the end of the last: nothing of whoever had it stands there."""
     old = store(pool, 64)
     before = pool.arena.generations_of(old.blocks)
-    with pool.allocate(16, overwritten=15) as fresh:
+    with pool.allocate(16, num_overwritten=15) as fresh:
         now = pool.arena.generations_of(fresh.blocks)
         assert not any(g & 1 for g in now) and min(now) > max(before)
         assert not pool.arena.data[fresh.blocks[-1]].any()
@@ -361,7 +361,7 @@ def test_blocks_that_are_overwritten_whole_need_not_be_zeroed_but_others_are(poo
     assert not pool.arena.data[new.blocks[-1], :, :, 2:].any()
 
 
-def test_freed_blocks_are_zeroed_and_change_their_generation_at_once(pool: Pool) -> None:
+def test_freed_blocks_change_generation_at_once_and_are_zeroed(pool: Pool) -> None:
     entry = store(pool, 10)
     before = pool.arena.generations_of(entry.blocks)
     pool.drop(entry.cache_id, SALT)
@@ -373,7 +373,7 @@ def test_freed_blocks_are_zeroed_and_change_their_generation_at_once(pool: Pool)
     assert not pool.arena.data[list(entry.blocks)].any()
 
 
-def test_releasing_twice_is_harmless(pool: Pool) -> None:
+def test_release_is_idempotent(pool: Pool) -> None:
     first = pool.allocate(3)
     first.release()
     with pool.allocate(16):
@@ -385,7 +385,7 @@ def test_releasing_twice_is_harmless(pool: Pool) -> None:
 # -- leases ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_outlives_its_cache_and_ends_at_its_time(pool: Pool, clock: ManualClock) -> None:
+def test_lease_outlives_its_cache_until_it_expires(pool: Pool, clock: ManualClock) -> None:
     entry = store(pool, 10)
     lease = pool.lease(entry.cache_id, SALT, ttl_s=10)
     assert pool.num_leases(entry.cache_id) == 1
@@ -400,7 +400,7 @@ def test_a_lease_outlives_its_cache_and_ends_at_its_time(pool: Pool, clock: Manu
     assert tuple(pool.arena.generations_of(entry.blocks)) != lease.generations
 
 
-def test_allocating_ends_expired_leases(pool: Pool, clock: ManualClock) -> None:
+def test_allocate_ends_expired_leases(pool: Pool, clock: ManualClock) -> None:
     entry = store(pool, 64, ttl_s=1)
     pool.lease(entry.cache_id, SALT, ttl_s=10)
     with pytest.raises(PoolFull):
@@ -409,7 +409,7 @@ def test_allocating_ends_expired_leases(pool: Pool, clock: ManualClock) -> None:
     pool.allocate(16).release()
 
 
-def test_a_lease_ends_once_whoever_says_so(pool: Pool) -> None:
+def test_release_requires_matching_ids_and_is_idempotent(pool: Pool) -> None:
     entry, other = store(pool, 8), store(pool, 8, first=300)
     lease = pool.lease(entry.cache_id, SALT, ttl_s=10)
     pool.release(other.cache_id, lease.lease_id)
@@ -421,18 +421,18 @@ def test_a_lease_ends_once_whoever_says_so(pool: Pool) -> None:
     pool.get(entry.cache_id, SALT)
 
 
-def test_leases_are_bounded(pool: Pool) -> None:
+def test_number_of_leases_is_bounded(pool: Pool) -> None:
     entry = store(pool, 8)
     for _ in range(4):
         pool.lease(entry.cache_id, SALT, ttl_s=10)
-    with pytest.raises(Overloaded, match="4 leases are out, which is the most"):
+    with pytest.raises(Overloaded, match="too many leases; the limit is 4"):
         pool.lease(entry.cache_id, SALT, ttl_s=10)
 
 
 # -- writing, closing, threads --------------------------------------------------------------------------------------
 
 
-def test_only_the_blocks_of_the_range_are_marked(pool: Pool) -> None:
+def test_writing_marks_only_blocks_of_the_range(pool: Pool) -> None:
     with pool.allocate(4) as fresh:
         before = pool.arena.generations_of(fresh.blocks)
         with pool.writing(fresh.blocks, 5, 9):
@@ -441,7 +441,7 @@ def test_only_the_blocks_of_the_range_are_marked(pool: Pool) -> None:
         assert pool.arena.generations_of(fresh.blocks) == [before[0], before[1] + 2, before[2] + 2, before[3]]
 
 
-def test_writing_layers_together_is_writing(pool: Pool) -> None:
+def test_writer_writes_several_layers(pool: Pool) -> None:
     kv = random_kv(2, 11)
     stack = torch.stack([torch.stack(kv.keys), torch.stack(kv.values)], dim=1).transpose(2, 3)  # (L, 2, T, H, D)
     with pool.allocate(3) as fresh:
@@ -451,25 +451,25 @@ def test_writing_layers_together_is_writing(pool: Pool) -> None:
         assert_same(pool.gather(fresh.blocks, 2, 11), kv)
 
 
-def test_a_closed_pool_refuses_and_shows_every_block_stale(pool: Pool) -> None:
+def test_closed_pool_raises_and_marks_every_block(pool: Pool) -> None:
     held = pool.allocate(2)
     generations = pool.arena.generations
     pool.close()
     held.release()
     assert (generations & 1).all()
-    for refused in (lambda: pool.allocate(1), lambda: pool.scatter(held.blocks, random_kv(0, 8))):
+    for call in (lambda: pool.allocate(1), lambda: pool.scatter(held.blocks, random_kv(0, 8))):
         with pytest.raises(WorkerUnavailable, match="the pool is closed"):
-            refused()
+            call()
 
 
-def test_nothing_of_a_cache_stands_in_its_repr(pool: Pool) -> None:
+def test_repr_holds_no_tokens_or_salt(pool: Pool) -> None:
     entry = store(pool, 8, first=424_242)
     lease = pool.lease(entry.cache_id, SALT, ttl_s=1)
-    for shown in (repr(entry), repr(lease)):
-        assert SALT not in shown and "424242" not in shown
+    for text in (repr(entry), repr(lease)):
+        assert SALT not in text and "424242" not in text
 
 
-def test_threads_together_lose_no_block_and_read_what_they_wrote(pool: Pool) -> None:
+def test_concurrent_threads_lose_no_block(pool: Pool) -> None:
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -495,14 +495,14 @@ def test_threads_together_lose_no_block_and_read_what_they_wrote(pool: Pool) -> 
     assert free(pool) == 16
 
 
-def test_every_error_of_the_pool_is_one_of_the_contract() -> None:
+def test_pool_full_is_an_error_of_the_contract() -> None:
     assert issubclass(PoolFull, KvrelayError) and PoolFull.code == "pool_full"
 
 
-# -- mapped now, exact later ----------------------------------------------------------------------------------------
+# -- superseding mapped caches --------------------------------------------------------------------------------------
 
 
-def test_an_exact_cache_takes_the_place_of_a_whole_chain(pool: Pool, clock: ManualClock) -> None:
+def test_supersede_replaces_a_whole_chain(pool: Pool, clock: ManualClock) -> None:
     below = put_mapped(pool, 12)
     with pool.hold(below.cache_id, SALT) as held:
         on_top = pool.store([*below.token_ids, 7, 8], random_kv(12, 14), SALT, ttl_s=60, prefix=held)
@@ -514,8 +514,8 @@ def test_an_exact_cache_takes_the_place_of_a_whole_chain(pool: Pool, clock: Manu
         assert pool.get(cache_id, SALT, require_exact=True) == exact
         with pytest.raises(CacheMismatch, match="another tenant"):
             pool.get(cache_id, OTHER_SALT)
-    assert pool.mapped() == [other] and pool.supersede(exact) == 0
-    assert tuple(pool.arena.generations_of(below.blocks)) == lease.generations  # until its lease ends
+    assert pool.mapped_caches() == [other] and pool.supersede(exact) == 0
+    assert tuple(pool.arena.generations_of(below.blocks)) == lease.generations  # kept until the lease ends
     pool.drop(other.cache_id, SALT)
     clock.now += 6
     pool.sweep()
@@ -527,7 +527,7 @@ def test_an_exact_cache_takes_the_place_of_a_whole_chain(pool: Pool, clock: Manu
     assert free(pool) == 16
 
 
-def test_what_is_not_exact_or_anothers_takes_no_place(pool: Pool) -> None:
+def test_supersede_requires_exact_cache_of_same_tenant(pool: Pool) -> None:
     entry = put_mapped(pool, 12)
     assert pool.supersede(pool.store(entry.token_ids, random_kv(0, 12), OTHER_SALT, ttl_s=60)) == 0
     assert pool.supersede(pool.store(entry.token_ids[:8], random_kv(0, 8), SALT, ttl_s=60)) == 0

@@ -1,5 +1,5 @@
-"""The pool against a model of dictionaries: whatever is done to it in whatever order, what it holds is what the model
-says, every live cache reads back its own content, and no block is lost or used twice."""
+"""The pool against a model of dictionaries, under random operations: it holds what the model holds, every cache reads
+back its own content, and no block is lost or used twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(pattern: int, num_tokens: int) -> list[int]:
 
 
 def content(pattern: int, begin: int, end: int) -> KVCache:
-    """The KV of a pattern's tokens depends on pattern and position only, as a model's does."""
+    """Return the KV of a pattern's tokens, which depends on pattern and position only, as a model's does."""
     return random_kv(0, NUM_BLOCKS * SIZE, seed=pattern).slice(begin, end)
 
 
@@ -38,15 +38,15 @@ class PoolModel(RuleBasedStateMachine):
     def start(self) -> None:
         self.clock = ManualClock()
         self.pool = self.make_pool(HeapArena(LAYOUT, NUM_BLOCKS, new_epoch()))
-        self.caches: dict[str, tuple[CacheEntry, int]] = {}  # with their patterns
+        self.caches: dict[str, tuple[CacheEntry, int]] = {}  # each with its pattern
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.holds: list[Hold] = []
 
     def make_pool(self, arena: Arena) -> Pool:
         return Pool(arena, FINGERPRINT, clock=self.clock)
 
-    def superseded_elsewhere(self, pattern: int, num_tokens: int) -> int:
-        """Mapped caches of the pattern, no longer than that, that the pool has evicted and still knows."""
+    def num_superseded_in_tier(self, pattern: int, num_tokens: int) -> int:
+        """Return the number of evicted mapped caches of the pattern that are at most that long."""
         return 0
 
     def teardown(self) -> None:
@@ -55,7 +55,7 @@ class PoolModel(RuleBasedStateMachine):
         self.pool.sweep(float("inf"))
         stats = self.pool.stats
         assert (stats.free_blocks, stats.num_indexed) == (NUM_BLOCKS, 0)
-        with self.pool.allocate(NUM_BLOCKS):  # what was freed was cleared
+        with self.pool.allocate(NUM_BLOCKS):  # freed blocks were cleared
             assert not self.pool.arena.data.any()
         self.pool.close()
 
@@ -64,12 +64,12 @@ class PoolModel(RuleBasedStateMachine):
         self.caches = {k: v for k, v in self.caches.items() if v[0].expires_at > now}
         self.leases = {k: v for k, v in self.leases.items() if v[0].expires_at > now}
 
-    def pick(self, data: st.DataObject, some: dict[str, Any]) -> str:
-        """One of them, by its place: ids differ from run to run."""
-        return list(some)[data.draw(st.integers(0, len(some) - 1))]
+    def pick(self, data: st.DataObject, table: dict[str, Any]) -> str:
+        """Pick an id by its position, since ids differ from run to run."""
+        return list(table)[data.draw(st.integers(0, len(table) - 1))]
 
     def forget_evicted(self) -> None:
-        """Which caches make room is tested elsewhere; here they are gone."""
+        """Remove what the pool has evicted: which caches it chooses is tested elsewhere."""
         self.caches = {cache_id: kept for cache_id, kept in self.caches.items() if self.has(cache_id)}
 
     def has(self, cache_id: str) -> bool:
@@ -132,7 +132,7 @@ class PoolModel(RuleBasedStateMachine):
     @precondition(lambda self: self.caches)
     @rule(data=st.data())
     def upgrade(self, data: st.DataObject) -> None:
-        """Any cache's tokens, read natively: the chain below goes, its ids lead to the new one."""
+        """Prefill any cache's tokens natively: the exact cache replaces the mapped ones below it."""
         self.expire()
         if not self.caches:
             return
@@ -142,14 +142,14 @@ class PoolModel(RuleBasedStateMachine):
         except PoolFull:
             return
         self.forget_evicted()
-        chain = [
+        replaced = [
             entry
             for entry, of in self.caches.values()
             if of == pattern and not entry.is_exact and entry.num_tokens <= tip.num_tokens
         ]
-        elsewhere = self.superseded_elsewhere(pattern, tip.num_tokens)
-        assert self.pool.supersede(exact) == len(chain) + (elsewhere if chain else 0)
-        for entry in chain:
+        num_in_tier = self.num_superseded_in_tier(pattern, tip.num_tokens)
+        assert self.pool.supersede(exact) == len(replaced) + (num_in_tier if replaced else 0)
+        for entry in replaced:
             del self.caches[entry.cache_id]
             assert self.pool.get(entry.cache_id, SALT, require_exact=True) == exact
         self.caches[exact.cache_id] = (exact, pattern)
@@ -170,26 +170,26 @@ class PoolModel(RuleBasedStateMachine):
         lease, _ = self.leases.pop(self.pick(data, self.leases))
         self.pool.release(lease.entry.cache_id, lease.lease_id)
 
-    @rule(num_blocks=st.integers(0, NUM_BLOCKS), overwritten=st.integers(0, NUM_BLOCKS))
-    def allocate(self, num_blocks: int, overwritten: int) -> None:
+    @rule(num_blocks=st.integers(0, NUM_BLOCKS), num_overwritten=st.integers(0, NUM_BLOCKS))
+    def allocate(self, num_blocks: int, num_overwritten: int) -> None:
         self.expire()
         pinned = {b for lease, _ in self.leases.values() for b in lease.entry.blocks}
         pinned |= {b for hold in self.holds for b in hold.blocks}
         try:
-            hold = self.pool.allocate(num_blocks, overwritten=overwritten)
+            hold = self.pool.allocate(num_blocks, num_overwritten=num_overwritten)
         except PoolFull:
             assert num_blocks > NUM_BLOCKS - len(pinned)
             return
         assert num_blocks <= NUM_BLOCKS - len(pinned)
         assert not pinned & set(hold.blocks)
-        assert not self.pool.arena.data[list(hold.blocks[overwritten:])].any()
+        assert not self.pool.arena.data[list(hold.blocks[num_overwritten:])].any()
         self.pool.scatter(hold.blocks, random_kv(0, num_blocks * SIZE, seed=99))
         self.holds.append(hold)
         self.forget_evicted()
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
+    def release_hold(self, data: st.DataObject) -> None:
         self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1))).release()
 
     @precondition(lambda self: self.caches)
@@ -234,7 +234,7 @@ class PoolModel(RuleBasedStateMachine):
             )
 
     @invariant()
-    def every_block_is_counted_once(self) -> None:
+    def each_block_is_counted_once(self) -> None:
         owners: Counter[int] = Counter()
         for users in (
             (entry.blocks for entry, _ in self.caches.values()),

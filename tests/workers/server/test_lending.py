@@ -81,7 +81,7 @@ async def test_what_was_evicted_serves_its_next_request_its_lease_and_its_deleti
     assert ticket.cache_id == other.cache_id
     await small.client.release(other.cache_id, ticket.lease_id)
     third = await prefill(small, 1)
-    assert small.worker.pool.evicted((), SALT, other.cache_id)
+    assert small.worker.pool.find_evicted((), SALT, other.cache_id)
     await small.client.drop(other.cache_id)
     with pytest.raises(CacheNotFound):
         await small.client.lease(other.cache_id, LEASE, timeout_s=5)
@@ -89,7 +89,7 @@ async def test_what_was_evicted_serves_its_next_request_its_lease_and_its_deleti
 
 
 async def test_a_second_tier_that_holds_no_block_is_told_and_leaves_nothing(small_folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match=f"host_tier_bytes is {BLOCK_BYTES - 1}, which holds no block"):
+    with pytest.raises(InvalidRequest, match=f"host_tier_bytes is {BLOCK_BYTES - 1}; one block"):
         async with serving(small_folder, id="lending-3", host_tier_bytes=BLOCK_BYTES - 1):
             pass
     assert not list(SHM.glob("*lending-3*"))
@@ -107,7 +107,7 @@ async def test_a_cache_that_would_come_back_too_late_or_behind_too_many_does_not
     await asyncio.sleep(0)
     await ask()  # at once
     await late
-    assert not first.done() and pool.evicted((), SALT, away)
+    assert not first.done() and pool.find_evicted((), SALT, away)
     go_on.set()
     await first
     assert busy.result() and pool.peek(away).cache_id == away

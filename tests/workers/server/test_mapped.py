@@ -247,7 +247,7 @@ async def test_a_bundle_for_another_chat_template_is_not_used(
 async def test_a_bundle_swapped_on_disk_changes_no_running_worker_and_serves_no_later_one(
     pair: Pair, folder: Path, small_folder: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    """The very file is overwritten, as a careless copy does it."""
+    """The file is overwritten in place, as a careless copy does."""
     small, _ = pair
     copy = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     async with serving(folder, id="large", peers={"small": small.app}, bundles=[copy]) as large:

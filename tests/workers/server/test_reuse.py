@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,12 @@ async def test_without_a_mark_everything_given_is_read(served: Served) -> None:
 
 
 async def test_equal_prefills_at_once_are_one(served: Served) -> None:
-    replies = await asyncio.gather(*(prefilled(served) for _ in range(5)))
+    unblocked, jobs = threading.Event(), served.worker.prefiller._work._jobs
+    served.worker.engine.compute.submit(unblocked.wait)
+    prefills = [asyncio.create_task(prefilled(served)) for _ in range(5)]
+    await until(lambda: [job.num_callers for job in jobs.values()] == [5])
+    unblocked.set()
+    replies = await asyncio.gather(*prefills)
     assert len({reply.cache_id for reply in replies}) == 1
     assert served.worker.pool.stats.num_caches == 1
     other = await prefilled(served, tenant_salt=OTHER_SALT)

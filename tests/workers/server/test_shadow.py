@@ -154,7 +154,7 @@ async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path,
             await mapped_answer((small, large))
         with pytest.raises(CacheNotFound):  # what it made before is served no more
             await large.chat(cache_id=served["kv_transfer_params"]["cache_id"])
-        assert not large.worker.pool.mapped()
+        assert not large.worker.pool.mapped_caches()
         assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 0.0' in (await large.http.get("/metrics")).text
 
 
@@ -191,7 +191,7 @@ async def test_a_bundle_that_does_well_again_is_switched_on_again(folder: Path, 
         for number in range(WINDOW):
             await refused(pair, number)
             assert await shadow.compare_one()
-            assert not large.worker.pool.mapped(), "what was tried out is gone, and nobody was served from it"
+            assert not large.worker.pool.mapped_caches(), "what was tried out is gone, and nobody was served from it"
             assert (await told(large)).usable == (number == WINDOW - 1)
         assert (await mapped_answer(pair))["kv_transfer_params"]["mapped_tokens"]
         info = await told(large)
@@ -267,7 +267,7 @@ async def test_an_answer_over_a_cache_whose_bundle_goes_off_meanwhile_is_told_an
         reply = await answering
         usage = reply["kv_transfer_params"]
         assert content(reply) and usage["mapped_tokens"] and usage["cache_id"] is None
-        assert not large.worker.pool.mapped() and not large.worker.pool.stats.num_caches
+        assert not large.worker.pool.mapped_caches() and not large.worker.pool.stats.num_caches
 
 
 async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -> None:
@@ -361,7 +361,7 @@ async def test_a_cache_that_has_gone_and_one_too_many_are_counted(folder: Path, 
         shadow = shadow_of(large)
         for _ in range(MAX_WAITING + 1):
             await mapped_answer((small, large), max_tokens=1)
-        for entry in large.worker.pool.mapped():
+        for entry in large.worker.pool.mapped_caches():
             large.worker.pool.drop(entry.cache_id, SALT)
         running = asyncio.create_task(shadow.run())
         gone = large.worker.metrics.shadows.labels("cache_not_found")

@@ -116,7 +116,7 @@ async def test_in_idle_time_the_exact_cache_takes_the_mapped_ones_place(
     _, large = pair
     first = await mapped_answer(pair)
     upgrader, _ = watched_upgrader(large)
-    assert await upgrader.upgrade_one() and not large.worker.pool.mapped()
+    assert await upgrader.upgrade_one() and not large.worker.pool.mapped_caches()
     talk = [*TALK, Message(role="assistant", content=content(first)), QUESTION]
     old_id = first["kv_transfer_params"]["cache_id"]
     second = await large.chat(talk, cache_id=old_id, require_exact=True, max_tokens=NUM)
@@ -148,9 +148,9 @@ async def test_it_yields_to_real_work_between_two_steps(pair: tuple[Served, Serv
     running = asyncio.create_task(upgrader.run())
     await until(lambda: bool(working))
     await asyncio.sleep(10 * IDLE_S)
-    assert watched.num_background == 1 and large.worker.pool.mapped()
+    assert watched.num_background == 1 and large.worker.pool.mapped_caches()
     release.set()
-    await until(lambda: not large.worker.pool.mapped())
+    await until(lambda: not large.worker.pool.mapped_caches())
     running.cancel()
     assert watched.num_background > 2
 
@@ -161,7 +161,7 @@ async def test_it_ends_with_its_cache(pair: tuple[Served, Served], ending: str, 
     _, large = pair
     pool = large.worker.pool
     await mapped_answer(pair)
-    tip = max(pool.mapped(), key=lambda entry: entry.num_tokens)
+    tip = max(pool.mapped_caches(), key=lambda entry: entry.num_tokens)
     num_reads = -(-tip.num_tokens // STEP_TOKENS)
     ends_at = num_reads + 1 if at_last_step else 2
 
@@ -175,9 +175,9 @@ async def test_it_ends_with_its_cache(pair: tuple[Served, Served], ending: str, 
     with pytest.raises(CacheNotFound, match=f"{tip.cache_id} was deleted, replaced, or expired"):
         await upgrader.upgrade_one()
     assert watched.num_background == ends_at  # the step that had begun, and no other
-    assert all(not entry.is_exact and entry is not tip for entry in pool.mapped())
+    assert all(not entry.is_exact and entry is not tip for entry in pool.mapped_caches())
     assert pool.stats.num_indexed == 0 and not pool.match_prefix(tip.token_ids, SALT).blocks
-    assert pool.stats.used_blocks == sum(len(entry.blocks) for entry in pool.mapped())
+    assert pool.stats.used_blocks == sum(len(entry.blocks) for entry in pool.mapped_caches())
 
 
 async def test_the_exact_cache_lives_no_longer_than_the_mapped_one_would_have(pair: tuple[Served, Served]) -> None:
@@ -214,7 +214,7 @@ async def test_it_evicts_nothing_where_others_have_taken_the_room_meanwhile(pair
     upgrader, _ = watched_upgrader(large, begin)
     with taken, pytest.raises(PoolFull):
         await upgrader.upgrade_one()
-    assert pool.peek(other).is_exact and len(pool.mapped()) == 2
+    assert pool.peek(other).is_exact and len(pool.mapped_caches()) == 2
 
 
 @pytest.mark.parametrize("busy", ["requests", "compute"])
@@ -238,7 +238,7 @@ async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, 
         async with asyncio.timeout(5):
             with pytest.raises(Overloaded, match="no idle time for 0.3 s while kvc-.* was read again"):
                 await upgrader.upgrade_one()
-    assert watched.num_background == 2 and len(pool.mapped()) == 2
+    assert watched.num_background == 2 and len(pool.mapped_caches()) == 2
     assert pool.stats.used_blocks == num_used and pool.stats.num_indexed == 0
 
 
@@ -253,6 +253,6 @@ async def test_a_worker_does_so_by_itself_unless_told_not_to(
         await mapped_answer((small, large))
         if idle_s is None:
             await asyncio.sleep(10 * IDLE_S)
-            assert len(large.worker.pool.mapped()) == 2
+            assert len(large.worker.pool.mapped_caches()) == 2
         else:
-            await until(lambda: not large.worker.pool.mapped())
+            await until(lambda: not large.worker.pool.mapped_caches())

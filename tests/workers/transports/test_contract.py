@@ -175,7 +175,7 @@ def test_tokens_outside_the_cache_are_refused(
     owner: Owner, readers: Readers, begin: int, end: int
 ) -> None:
     ticket = owner.ticket(8)
-    with pytest.raises(KvrelayError, match=rf"tokens \[{begin}, {end}\) do not lie in 2 blocks"):
+    with pytest.raises(KvrelayError, match=rf"tokens \[{begin}, {end}\) are outside of 2 blocks"):
         opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
 
 

@@ -114,7 +114,7 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
     ("address", "message"),
     [
         ({"host": "elsewhere"}, "the pool's memory is on host elsewhere; .* here is on"),
-        ({"name": "../../etc/passwd"}, "does not name a pool's file"),
+        ({"name": "../../etc/passwd"}, "is not the name of a pool's file"),
         ({"name": 7}, "needs a text 'name'; got 7"),
         ({"name": f"kvrelay-{os.getuid()}-nobody-{'0' * 32}"}, "is gone"),
     ],
