@@ -123,7 +123,7 @@ async def _turn(body: AnswerRequest, request: Request) -> Turn:
 def _headers(request: Request, turn: Turn) -> dict[str, str]:
     """Of a reply; also leaves tier, path and model in the state."""
     state, path = request.state, turn.path
-    state.tier, state.path, state.model = turn.tier, path, turn.model
+    state.tier, state.path, state.model = turn.tier_name, path, turn.model
     return {
         "x-kvrelay-path": path,
         "x-kvrelay-model": turn.model,

@@ -58,8 +58,7 @@ async def frames(turn: Turn, chunks: AsyncGenerator[list[Chunk], None]) -> Async
                 yield b"".join(parts)
     report = turn.report()
     if turn.request.include_usage:
-        assert turn.answering is not None and turn.answering.stream is not None
-        usage = _usage(report, turn.answering.stream.completion.usage)
+        usage = _usage(report, turn.answer_stream.completion.usage)
         yield event(head | {"choices": finish})
         yield event(head | {"choices": [], "usage": usage, "kvrelay": report})
     else:

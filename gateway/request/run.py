@@ -4,7 +4,7 @@
          ▲                                                                                    │
          └────────────────────────────────────────────────────────────────────────────────────┘
 
-It decides nothing. It owns what must be closed at the end: the answer streams and the early transfer.
+`steps.py` decides. This module owns what must be closed at the end: the answer streams and the early transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gateway.errors import CircuitOpen
 from gateway.policies import TokenLogprob, Verdict
 from gateway.request import bodies
 from gateway.request.route import Parts
-from gateway.request.steps import early_transfer, next_step
+from gateway.request.steps import early_transfer, max_gap_s, next_step
 from gateway.request.turn import (
     Answer,
     Attempt,
@@ -57,7 +57,7 @@ class Run:
         self._parts = parts
         self._metrics = parts.metrics
         self._early: asyncio.Task[CacheRef] | None = None  # of `turn.early`
-        self._dropped: list[asyncio.Task[CacheRef]] = []
+        self._transfers_to_close: list[asyncio.Task[CacheRef]] = []
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """The answering worker's chunks; those that arrived together are given out together. Raises `KvrelayError`."""
@@ -79,14 +79,15 @@ class Run:
             while True:
                 stream = await self._next_answer()
                 delivery = self.turn.attempts[-1]
-                assert isinstance(delivery.step, Deliver)
-                stream.max_gap_s = delivery.step.max_gap_s
+                if isinstance(delivery.step, Deliver) and delivery.step.can_be_replaced:
+                    stream.max_gap_s = max_gap_s(self.turn)
                 try:
                     with delivery:
                         await stream.finish()
                     break
                 except KvrelayError as error:
                     delivery.error = error
+                    log.info("attempt_failed", step="deliver", tier=stream.worker.tier, code=error.code)
             delivery.usage = stream.completion.kv
             self._count_first_token(stream)
             await self._finish(stream)
@@ -103,6 +104,8 @@ class Run:
             if turn.early is not None and not _leads_to(step, turn.early):
                 self._drop_early()
             attempt = turn.begin(step)
+            if len(turn.attempts) == 1 and turn.route.decision.route != "cascade":
+                self._count_decision(turn.route.decision.route)
             if isinstance(step, (Answer, Deliver)) and step.fallback not in (None, before):
                 self._metrics.full_prefill_fallback.labels(step.fallback.reason).inc()
                 log.info("fell_back", reason=step.fallback.reason)
@@ -113,24 +116,19 @@ class Run:
                     case Prefill():
                         attempt.cache = await self._prefill(attempt, step)
                     case Answer():
-                        if turn.route.is_single and len(turn.attempts) == 1:
-                            self._count_decision("answer")
                         attempt.stream = await self._answer(attempt, step)
                     case Judge():
                         with attempt:
                             attempt.verdict = await self._judge(attempt, step)
                     case Escalate():
-                        if len(turn.attempts) == 1:
-                            self._count_decision("escalate")
-                        elif (rejected := turn.answering) is not None and rejected.stream is not None:
-                            await rejected.stream.aclose()
+                        if turn.answering is not None:
+                            await turn.answer_stream.aclose()
                     case Transfer():
                         with attempt:
                             attempt.cache = await (self._join_early() if step.is_early else self._transfer(step))
                     case Deliver():
-                        assert turn.answering is not None and turn.answering.stream is not None
-                        attempt.usage = turn.answering.stream.completion.kv  # sent with the first chunk, if at all
-                        return turn.answering.stream
+                        attempt.usage = turn.answer_stream.completion.kv  # sent with the first chunk, if at all
+                        return turn.answer_stream
 
             # 3. Note what failed
             except KvrelayError as error:
@@ -163,13 +161,18 @@ class Run:
         turn, source = self.turn, step.source
         request = bodies.transfer(turn, step)
         reply, took_s = await counted_transfer(self._parts, step.worker, request, step.deadline)
-        made, num_tokens = reply.cache_id, reply.num_tokens
-        ids = {"worker": step.worker.id, "cache_id": made, "source": source.cache_id}
-        cache_access(turn.tenant, "transferred", **ids, num_tokens=num_tokens)
+        cache_access(
+            turn.tenant,
+            "transferred",
+            worker=step.worker.id,
+            cache_id=reply.cache_id,
+            num_tokens=reply.num_tokens,
+            source=source.cache_id,
+        )
         return CacheRef(
             step.worker,
-            made,
-            num_tokens,
+            reply.cache_id,
+            reply.num_tokens,
             path="hybrid" if reply.decision == "hybrid" else "mapped",
             transfer=reply,
             transfer_ms=took_s * 1000,
@@ -200,8 +203,7 @@ class Run:
         """Judge the answer's first tokens, fewer if they leave no doubt; or the model's reply to the policy's question
         about its answer. If an escalation is likely, its transfer starts meanwhile."""
         turn, policy = self.turn, self.turn.route.policy
-        assert turn.answering is not None and turn.answering.stream is not None
-        stream = turn.answering.stream
+        stream = turn.answer_stream
         tokens: list[TokenLogprob] = stream.completion.tokens
         forecast = policy.forecast(tokens)
         while forecast != "certain" and await stream.read_on(policy.num_judged_tokens, step.deadline):
@@ -235,7 +237,7 @@ class Run:
         task, self._early = self._early, None
         self.turn.early = None
         assert task is not None
-        self._dropped.append(task)  # so that it is closed, should this be cancelled
+        self._transfers_to_close.append(task)  # closed at the end, if this is cancelled
         self._metrics.early_handoffs.labels("used").inc()
         return await task
 
@@ -244,12 +246,12 @@ class Run:
         one, so that another request may be answering from it."""
         assert self._early is not None
         self._early.cancel()
-        self._dropped.append(self._early)
+        self._transfers_to_close.append(self._early)
         self._early, self.turn.early = None, None
         self._metrics.early_handoffs.labels("dropped").inc()
 
     async def _forget(self, step: Step) -> None:
-        """The worker does not hold the step's cache: a miss after all, for this request too."""
+        """The worker does not hold the step's cache: drop it from this turn's lookup and from the registry."""
         lost = step.source if isinstance(step, Transfer) else step.cache if isinstance(step, Answer) else None
         if lost is not None and lost.hit is not None:
             tier = lost.worker.tier
@@ -299,11 +301,11 @@ class Run:
         if self._early is not None:
             self._drop_early()
         open_streams = [stream for stream in self.turn.streams if not stream.is_closed]
-        if open_streams or self._dropped:  # mostly there are none
+        if open_streams or self._transfers_to_close:  # mostly there are none
             async with AsyncExitStack() as closing:
                 for stream in open_streams:
                     closing.push_async_callback(stream.aclose)
-                for task in self._dropped:
+                for task in self._transfers_to_close:
                     closing.push_async_callback(cancel_and_wait, task)
         for attempt in self.turn.attempts:
             kept = attempt.stream.completion.kv if attempt.stream and isinstance(attempt.step, Answer) else None

@@ -1,4 +1,5 @@
-"""What a request does next: `next_step`, a function of the turn and of the tiers' present state. It calls nothing.
+"""What a request does next: `next_step`, a function of the turn and of the tiers' present state.
+It makes no network call and changes nothing.
 
     route answer     Answer ──► Deliver
     route escalate   Escalate ─┐
@@ -58,7 +59,7 @@ from workers.api.schemas import Path, WorkerInfo
 # Shares of the time left:
 WAIT_SHARE = 0.5  # max wait for a circuit; the call itself has the rest
 CACHED_SHARE = 0.25  # min time for the first token of an answer from a cache
-FULL_PREFILL_SHARE = 0.5  # min time for a full prefill's first token, if another tier could answer instead
+FULL_PREFILL_SHARE = 0.5  # time for a full prefill's first token, if another tier could answer instead
 DOWN_SHARE = 0.5  # max time for a transfer down, of the small model's time
 GAP_SHARE = 0.25  # max gap between two tokens of an answer that can be replaced
 
@@ -81,7 +82,7 @@ def next_step(turn: Turn) -> Step | Fail:
                 return _answer_natively(turn, turn.route.target)
             case "cascade":
                 return _ask_small(turn)
-            case _:
+            case "escalate":
                 return Escalate(turn.route.target)
     if last.error is not None:
         return _after_failure(turn, last, last.error)
@@ -94,13 +95,13 @@ def _after_success(turn: Turn, last: Attempt) -> Step | Fail:
             return _answer_by_small(turn, last.cache, deadline)
         case Prefill():
             return _hand_over(turn, _escalation_tier(turn), last.cache)
-        case Transfer(is_down=True, tier=tier):
+        case Transfer(to_small=True, tier=tier):
             return Answer(tier, _small_deadline(turn), None, "shortcut", last.cache, is_judged=True)
         case Transfer(tier=tier, source=source):
             assert last.cache is not None
             return _answer_from(turn, tier, last.cache, source.num_tokens, "fast")
         case Answer(is_judged=True, tier=tier, deadline=deadline) if candidates := _candidates(turn):
-            deadline = deadline if turn.escalation is None else _new_small_deadline(turn)
+            deadline = deadline if turn.escalation is None else _judging_deadline(turn)
             return Judge(tier, candidates[0], deadline, wait_budget(deadline, turn.route.above))
         case Answer(tier=tier):
             return _deliver(turn, tier)
@@ -116,9 +117,9 @@ def _after_failure(turn: Turn, last: Attempt, error: KvrelayError) -> Step | Fai
     step = last.step
     match step:
         # A shortcut: the other fast paths are left.
-        case Transfer(is_down=True) | Answer(purpose="shortcut"):
+        case Transfer(to_small=True) | Answer(purpose="shortcut"):
             return _ask_small(turn) if turn.escalation is None else _take_over(turn, step.tier)
-        # The small model's cache is gone, though the registry knew it: a miss.
+        # The small model's cache is gone, though the registry knew it: a miss. The run has dropped the hit by now.
         case Answer(purpose="fast", cache=CacheRef(hit=PrefixHit())) if (
             turn.escalation is None and not turn.route.is_single and isinstance(error, CacheUnusable)
         ):
@@ -133,10 +134,10 @@ def _after_failure(turn: Turn, last: Attempt, error: KvrelayError) -> Step | Fai
             tier = _escalation_tier(turn) if turn.escalation is not None else turn.route.target
             return _fall_back(turn, tier, Fallback(error.code, "small"), error)
         case Judge(tier=tier):
-            return _fall_back(turn, turn.route.target, _blame(turn, tier, error), error)
+            return _fall_back(turn, turn.route.target, _fallback_for(turn, tier, error), error)
         case Answer(purpose="fast", tier=tier):
             target = tier if turn.escalation is not None or turn.route.is_single else turn.route.target
-            return _fall_back(turn, target, _blame(turn, tier, error), error)
+            return _fall_back(turn, target, _fallback_for(turn, tier, error), error)
         # A full prefill: another worker of the tier, then another tier.
         case Answer(purpose="full_prefill"):
             if isinstance(error, NoUsableWorker):
@@ -148,12 +149,12 @@ def _after_failure(turn: Turn, last: Attempt, error: KvrelayError) -> Step | Fai
             wait = wait_budget(step.deadline, _others(turn, step.tier))
             return replace(step, avoid=(*step.avoid, last.worker.id), wait=wait)
         # An answer that broke off before any of it was sent.
-        case Deliver(tier=tier, max_gap_s=max_gap_s):
-            if max_gap_s is None or turn.deadline.remaining_s <= 0:
+        case Deliver(tier=tier, can_be_replaced=can_be_replaced):
+            if not can_be_replaced or turn.deadline.remaining_s <= 0:
                 return Fail(error)
             if not turn.is_small(tier) and _was_prefilled_in_full(turn):
                 return _last_resort(turn, turn.route.target, error)
-            return _fall_back(turn, turn.route.target, _blame(turn, tier, error), error)
+            return _fall_back(turn, turn.route.target, _fallback_for(turn, tier, error), error)
         case _:
             return Fail(error)
 
@@ -187,10 +188,10 @@ def _small_deadline(turn: Turn) -> Deadline:
                 return deadline
             case Prefill(deadline=deadline) | Answer(deadline=deadline):
                 return deadline
-    return _new_small_deadline(turn)
+    return _judging_deadline(turn)
 
 
-def _new_small_deadline(turn: Turn) -> Deadline:
+def _judging_deadline(turn: Turn) -> Deadline:
     """A share of the time left; all of it if no tier above could take over."""
     if not any(tier.is_usable for tier in turn.route.above):
         return turn.deadline
@@ -232,8 +233,8 @@ def _hand_down(turn: Turn, deadline: Deadline) -> Transfer | None:
     # Never longer than the small model's own prefill of the same would take.
     budget_s = max(num_tokens / worker.prefill_tokens_per_s, settings.deadlines.transfer_floor_s)
     budget_s = min(budget_s, DOWN_SHARE * deadline.remaining_s)
-    by = Deadline.after(budget_s, turn.deadline.clock).earlier(turn.deadline)
-    return Transfer(small, worker, source, num_tokens, by, is_down=True, answer_deadline=deadline)
+    transfer_deadline = Deadline.after(budget_s, turn.deadline.clock).earlier(turn.deadline)
+    return Transfer(small, worker, source, num_tokens, transfer_deadline, to_small=True, answer_deadline=deadline)
 
 
 # The verdict
@@ -326,9 +327,7 @@ def early_transfer(turn: Turn, tier: Tier) -> Transfer | None:
     return _transfer(turn, tier, worker, cache, plan.num_tokens, plan.budget_s)
 
 
-def _transfer(
-    turn: Turn, tier: Tier, worker: Worker, source: CacheRef, num_tokens: int, budget_s: float
-) -> Transfer:
+def _transfer(turn: Turn, tier: Tier, worker: Worker, source: CacheRef, num_tokens: int, budget_s: float) -> Transfer:
     deadline = Deadline.after(budget_s, turn.deadline.clock).earlier(turn.deadline)
     return Transfer(tier, worker, source, num_tokens, deadline)
 
@@ -371,11 +370,11 @@ def _answer_from(turn: Turn, tier: Tier, cache: CacheRef, max_tokens: int, purpo
     """
     needed_s = max_tokens / cache.worker.prefill_tokens_per_s + turn.settings.deadlines.decode_reserve_s
     deadline = turn.deadline.less(needed_s).later(turn.deadline.share(CACHED_SHARE))
-    if _has_tier_above(turn, tier):
+    if _target_can_take_over(turn, tier):
         deadline = deadline.earlier(turn.deadline.share(FULL_PREFILL_SHARE))
     # Another worker of the tier can prefill in full meanwhile. Without one, a full prefill would wait just as long.
     wait = wait_budget(deadline, [tier, *_others(turn, tier)])
-    return Answer(tier, deadline, wait, purpose, cache, _is_judged(turn, tier))
+    return Answer(tier, deadline, wait, purpose, cache, _is_below_target(turn, tier))
 
 
 def _prefill_in_full(turn: Turn, tier: Tier, fallback: Fallback | None = None) -> Answer:
@@ -383,18 +382,18 @@ def _prefill_in_full(turn: Turn, tier: Tier, fallback: Fallback | None = None) -
     prefilled, and only needs to decode."""
     deadline = turn.deadline
     fair = deadline.share(FULL_PREFILL_SHARE)
-    if _has_tier_above(turn, tier):
+    if _target_can_take_over(turn, tier):
         deadline = fair
     elif _small_may_stand_in(turn, tier, fallback):
         deadline = deadline.less(turn.settings.deadlines.decode_reserve_s).later(fair)
     wait = wait_budget(deadline, _others(turn, tier, fallback))
-    return Answer(tier, deadline, wait, "full_prefill", None, _is_judged(turn, tier), fallback=fallback)
+    return Answer(tier, deadline, wait, "full_prefill", None, _is_below_target(turn, tier), fallback=fallback)
 
 
 def _fall_back(turn: Turn, tier: Tier, fallback: Fallback, error: KvrelayError) -> Step | Fail:
     """A full prefill, in place of the fast path that failed."""
     is_mistake = isinstance(error, InvalidRequest) and not isinstance(error, ContextLengthExceeded)
-    if is_mistake and fallback.model == "small":  # the client's, which the target would only find again
+    if is_mistake and fallback.model == "small":  # the client's: the target would reject it too
         return _give_up(turn, tier, error)
     return _prefill_in_full(turn, tier, fallback)
 
@@ -415,36 +414,37 @@ def _give_up(turn: Turn, tier: Tier, error: KvrelayError) -> Step | Fail:
 
 
 def _deliver(turn: Turn, tier: Tier, fallback: Fallback | None = None) -> Deliver:
+    """A small model's answer that already stands in for another cannot be replaced."""
     can_be_replaced = not turn.route.is_single and not (turn.is_small(tier) and (fallback or turn.fallback))
-    return Deliver(tier, max_gap_s(turn) if can_be_replaced else None, fallback)
+    return Deliver(tier, can_be_replaced, fallback)
 
 
 # Conditions
 
 
-def _is_judged(turn: Turn, tier: Tier) -> bool:
-    """Whether this tier's answer is, since there is a tier above."""
+def _is_below_target(turn: Turn, tier: Tier) -> bool:
+    """Whether the last tier may still take over, so that this tier's answer is judged."""
     return tier is not turn.route.target
 
 
-def _has_tier_above(turn: Turn, tier: Tier) -> bool:
+def _target_can_take_over(turn: Turn, tier: Tier) -> bool:
     """The last tier could answer in this one's place."""
-    return _is_judged(turn, tier) and turn.route.target.is_usable
+    return _is_below_target(turn, tier) and turn.route.target.is_usable
 
 
 def _small_may_stand_in(turn: Turn, tier: Tier, fallback: Fallback | None = None) -> bool:
     fallback = fallback or turn.fallback
     has_failed = fallback is not None and fallback.model == "small"
-    return not (turn.route.is_single or has_failed or _is_judged(turn, tier))
+    return not (turn.route.is_single or has_failed or _is_below_target(turn, tier))
 
 
 def _others(turn: Turn, tier: Tier, fallback: Fallback | None = None) -> list[Tier]:
     """The tiers that could answer in this one's place."""
-    others = [other for other in turn.route.above if other is not tier] if _is_judged(turn, tier) else []
+    others = [other for other in turn.route.above if other is not tier] if _is_below_target(turn, tier) else []
     return [*others, turn.route.small] if _small_may_stand_in(turn, tier, fallback) else others
 
 
-def _blame(turn: Turn, tier: Tier, error: KvrelayError) -> Fallback:
+def _fallback_for(turn: Turn, tier: Tier, error: KvrelayError) -> Fallback:
     return Fallback(error.code, "small" if turn.is_small(tier) else "large")
 
 
@@ -458,8 +458,7 @@ def _was_prefilled_in_full(turn: Turn) -> bool:
 
 def _worker_error(turn: Turn, step: Answer) -> KvrelayError | None:
     """The error of the worker that failed before this attempt, in the same full prefill."""
-    before = turn.attempts[-2] if len(turn.attempts) > 1 else None
-    return before.error if before is not None and step.avoid else None
+    return turn.attempts[-2].error if step.avoid else None
 
 
 def _registered(tier: Tier, hit: PrefixHit) -> CacheRef:

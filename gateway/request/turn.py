@@ -2,9 +2,9 @@
 
     inputs     tenant, request, deadline; the route, chosen before any model runs; what the registry knows
     attempts   Prefill ✓  Answer(small) ✓  Judge ✓  Escalate ✓  Transfer ✗  Answer(large) ✓  Deliver
-    derived    path, phase, report, cost: properties, never assigned
+    derived    path, phase, report, cost: computed, never stored
 
-`steps.next_step` reads a turn and chooses the next step. `run.Run` carries it out and appends it as an attempt.
+`steps.next_step` reads a turn and chooses the next step. `run.Run` appends it as an attempt and carries it out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Purpose = Literal["shortcut", "fast", "full_prefill", "last_resort"]
 
 @dataclass(frozen=True)
 class Route:
-    """Chosen before any model runs. `small` is the first tier that may be asked; the tiers `above` take over in turn if
+    """Chosen before any model runs. `small` is the first allowed tier; the tiers `above` take over in turn if
     its answer is rejected; `policy` judges. On the route `answer`, `target` answers alone."""
 
     policy: Policy
@@ -88,7 +88,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Map the first `num_tokens` of `source` into the pool of `worker`, by the deadline. `is_down`: from a tier above
+    """Map the first `num_tokens` of `source` into the pool of `worker`, by the deadline. `to_small`: from a tier above
     to the small model, whose answer is due by `answer_deadline`. `is_early`: it was started while the small model's
     answer was still judged."""
 
@@ -97,7 +97,7 @@ class Transfer:
     source: CacheRef
     num_tokens: int
     deadline: Deadline
-    is_down: bool = False
+    to_small: bool = False
     is_early: bool = False
     answer_deadline: Deadline | None = None
 
@@ -109,7 +109,7 @@ class Answer:
 
     shortcut       from a cache at hand; if that fails, other fast paths are left
     fast           from a cache, or by the small model, to be judged
-    full_prefill   by the target alone, natively
+    full_prefill   natively, by one tier
     last_resort    by the small model, because the target cannot answer
     """
 
@@ -143,11 +143,10 @@ class Escalate:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Give the answer to the client. `max_gap_s` bounds the gap between two tokens, if another answer could replace
-    this one; None: there is no other."""
+    """Give the answer to the client. If it breaks off before any of it was sent, another may replace it."""
 
     tier: Tier
-    max_gap_s: float | None = None
+    can_be_replaced: bool = False
     fallback: Fallback | None = None
 
 
@@ -163,7 +162,7 @@ Step = Prefill | Transfer | Answer | Judge | Escalate | Deliver
 
 @dataclass(frozen=True)
 class Fallback:
-    """Why the fast path was left: an error code, and whose call failed (`small`, `large`; None: the transfer)."""
+    """Why the fast path was left: an error code, and whose call failed (`small`, `large`; None: neither)."""
 
     code: str
     model: Literal["small", "large"] | None = None
@@ -175,19 +174,19 @@ class Fallback:
 
 @dataclass
 class Attempt:
-    """A step that was taken, and its result or its error. Its block measures the time spent waiting for workers."""
+    """A step that was taken, and its result or its error. As a context manager, it measures the wait for workers."""
 
     step: Step
     started_at: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
     waited_s: float = 0.0
-    worker: Worker | None = None  # that was called
+    worker: Worker | None = None  # of an Answer: the one that was chosen
     has_begun: bool = False  # the call left the queue
     was_cancelled: bool = False
     cache: CacheRef | None = None  # of a Prefill or a Transfer
     stream: AnswerStream | None = None  # of an Answer; of a Judge, the reply to the policy's question
     verdict: Verdict | None = None  # of a Judge
-    usage: KVUsage | None = None  # of a Deliver, as far as it may still name the path
+    usage: KVUsage | None = None  # of a Deliver: the worker's report when the reply's headers are sent
     error: KvrelayError | None = None
 
     def begin(self) -> None:
@@ -272,12 +271,11 @@ class Turn:
 
     @property
     def escalation(self) -> Attempt | None:
-        """The latest one."""
         return next((attempt for attempt in self.leg if isinstance(attempt.step, Escalate)), None)
 
     @property
     def escalated_at(self) -> float | None:
-        """When the decision to escalate fell; or when the prefill ended that it had to wait for."""
+        """When the escalation was decided, or when the prefill that it waited for ended."""
         at = None
         for attempt in self.leg:
             if isinstance(attempt.step, Prefill) and attempt.cache is not None:
@@ -305,7 +303,7 @@ class Turn:
             step = attempt.step
             if isinstance(step, Prefill) and attempt.cache is not None:
                 return attempt.cache
-            if isinstance(step, Answer) and step.tier is self.route.small and attempt.stream and step.cache:
+            if isinstance(step, Answer) and self.is_small(step.tier) and attempt.stream and step.cache:
                 return step.cache if step.cache.transfer is None else None
         return None
 
@@ -316,6 +314,12 @@ class Turn:
             if isinstance(attempt.step, Answer) and attempt.stream is not None:
                 return attempt
         return None
+
+    @property
+    def answer_stream(self) -> AnswerStream:
+        """That of `answering`, once there is one."""
+        assert self.answering is not None and self.answering.stream is not None
+        return self.answering.stream
 
     @property
     def delivery(self) -> Attempt | None:
@@ -331,7 +335,7 @@ class Turn:
             match attempt.step:
                 case Deliver():
                     return "stream"
-                case Prefill() | Transfer(is_down=True):
+                case Prefill() | Transfer(to_small=True):
                     return "small_prefill"
                 case Transfer():
                     return "transfer"
@@ -357,7 +361,7 @@ class Turn:
 
     @property
     def _own_prefill(self) -> PrefillReply | None:
-        """The prefill that this turn asked the answering model for: its cache is then no cache hit."""
+        """The prefill that this turn asked the answering model for: its cache does not count as a hit."""
         answer = self.answering
         if answer is None or not self.is_small(answer.step.tier):
             return None
@@ -376,7 +380,7 @@ class Turn:
 
     @property
     def handoff_ttft_ms(self) -> float | None:
-        """From the decision to escalate to the first token of the tier that took over, though its answer broke off."""
+        """From the decision to escalate to the first token of the tier that took over, even if its answer broke off."""
         escalated_at, delivered_at = self.escalated_at, None
         if escalated_at is None:
             return None
@@ -395,7 +399,7 @@ class Turn:
         return max(0.0, (self.ttft_ms or 0.0) - waited_s * 1000)
 
     @property
-    def tier(self) -> str | None:
+    def tier_name(self) -> str | None:
         """The tier that answers, once it does."""
         return self.delivery.step.tier.name if self.delivery else None
 
@@ -421,7 +425,7 @@ class Turn:
             mapper = usage.provenance.removeprefix(MAPPED)
         cached_tokens = usage.cached_tokens if usage else None
         report = {
-            "tier": self.tier,
+            "tier": self.tier_name,
             "path": self.path,
             "policy": decision.policy,
             "reason": verdict.reason if verdict else decision.reason,
@@ -463,14 +467,14 @@ class Turn:
             if isinstance(step, Prefill) and attempt.cache is not None:
                 num_prompt = max(num_prompt, attempt.cache.num_tokens)
             if isinstance(step, Transfer):
-                num_prompt = max(num_prompt, 0 if step.is_down else step.source.num_tokens)
+                num_prompt = max(num_prompt, 0 if step.to_small else step.source.num_tokens)
             if isinstance(step, Answer) and step.cache and self.is_small(step.tier) and not self.route.is_single:
                 num_prompt = max(num_prompt, 0 if step.cache.transfer else step.cache.num_tokens)
             if stream is not None:
                 by_tier[tier] = by_tier.get(tier, 0) + stream.completion.num_written
                 if isinstance(step, Answer):
                     is_started, num_prompt = True, max(num_prompt, stream.completion.num_prompt_tokens)
-            elif attempt.was_cancelled and attempt.has_begun and not isinstance(step, Transfer):
+            elif attempt.was_cancelled and attempt.has_begun:
                 by_tier.setdefault(tier, 0)
                 is_started = True
         num_written = sum(by_tier.values())

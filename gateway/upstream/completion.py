@@ -15,7 +15,9 @@ COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class Completion:
-    """A chat completion. For a malformed chunk `add` raises `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
+    """A chat completion.
+
+    For a malformed chunk `add` raises `KeyError`, `TypeError`, `ValueError` or `AttributeError`.
     """
 
     def __init__(self) -> None:
