@@ -8,6 +8,7 @@ The cluster secret is read from the file that KVRELAY_SECRET_FILE names.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     hide_progress_bars()
     try:
         settings, secret = _settings(options), read_secret()
+        gc.disable()  # no import is garbage, and looking for some takes a fifth of the start
         from workers.process import serve  # loads torch
 
+        gc.freeze()
+        gc.enable()
         return serve(settings, secret, ready_file=options.ready_file)
     except SettingsError as error:
         print(f"kvrelay worker: {error}", file=sys.stderr)

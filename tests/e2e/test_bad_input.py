@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
         {"tools": [{"type": "function", "function": {"name": "look"}}]},
         400,
         "tools",
-        "does not take tools",
+        "does not support tools",
     ),
     "an unknown policy": ({"kvrelay": {"policy": "luck"}}, 400, "kvrelay.policy", "luck.*known: fixed"),
     "an unknown tier": ({"kvrelay": {"max_tier": "huge"}}, 400, "kvrelay.max_tier", "huge.*known: small"),
