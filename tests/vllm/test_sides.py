@@ -157,9 +157,7 @@ def test_a_few_tokens_in_common_are_no_match(vllm: Engine, shared: int) -> None:
 
 
 def test_what_is_loaded_has_a_salt_of_its_own(vllm: Engine) -> None:
-    def salt(
-        cache: Ticket, own: str | None = None, prompt: Sequence[int] = PROMPT, **part: Any
-    ) -> str | None:
+    def salt(cache: Ticket, own: str | None = None, prompt: Sequence[int] = PROMPT, **part: Any) -> str | None:
         load = [{"ticket": cache.model_dump()} | part]
         request = Request("r", list(prompt), params(load=load), cache_salt=own)
         given = vllm.arrive(request)

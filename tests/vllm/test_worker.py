@@ -55,9 +55,7 @@ async def small_transformers(small_folder: Path) -> AsyncIterator[Served]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def large(
-    installed: None, folder: Path, bundle: Path, small_transformers: Served
-) -> AsyncIterator[Served]:
+async def large(installed: None, folder: Path, bundle: Path, small_transformers: Served) -> AsyncIterator[Served]:
     async with on_vllm(folder, id="large", peers={"small": small_transformers.app}, bundles=[bundle]) as served:
         yield served
 

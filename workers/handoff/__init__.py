@@ -1,16 +1,14 @@
-"""The handoff, seen from the target: another worker's cache, mapped into blocks of this worker's pool.
+"""The handoff, on the target's side: another worker's cache, mapped into blocks of this worker's pool.
 
-    target.py    what it asks of the two workers
-    plan.py      what must hold before a source block is read
-    decide.py    map, hybrid, or neither: by cost, from values to a value
-    made.py      what earlier handoffs of the same conversation have mapped already
-    source.py    the source's blocks, by the fastest transport that works
-    handoffs.py  the move itself
+    target.py    the interfaces to the two workers
+    plan.py      what is checked and decided before a source block is read
+    source.py    the source's blocks, read by the fastest transport that works
+    handoffs.py  the handoff itself
 
-Knows no HTTP: a peer is whatever leases, as `WorkerClient` does.
+Knows no HTTP: the source worker is anything with the calls of `SourcePeer`, such as a `WorkerClient`.
 """
 
 from workers.handoff.handoffs import Handoffs, chunks
 from workers.handoff.target import HandoffResult, HandoffTarget
 
-__all__ = ["HandoffTarget", "Handoffs", "HandoffResult", "chunks"]
+__all__ = ["HandoffResult", "HandoffTarget", "Handoffs", "chunks"]

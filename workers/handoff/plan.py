@@ -1,25 +1,12 @@
-"""What must hold before a source block is read: tenant, tokens, weights, provenance, layout.
+"""What is decided before a source block is read: the checks, what earlier handoffs have mapped, and the costs.
 
-What to make of a request for a handoff, by what it costs. Plain functions from values to a value.
+    tokens    |head|◄── mapped earlier ──►|◄──────── to map ────────►|◄── tail, always native ──►|
+                                          |◄─ map ─►|◄── hybrid: ───►|
+                                                      native too
+    0                                  reused                       end                  source_tokens
 
-    tokens    |head|◄── mapped before ──►|◄──────── to map ────────►|◄── tail, read natively in any case ──►|
-                                         |◄─ map ─►|◄── hybrid: ───►|
-                                                     read natively too
-    0                                 reused                       end                                  standing
-
-The tail is worth most for quality, so what a handoff may cost beyond the mapping goes into a longer one: as far as
-everything still takes no more than a share of a full prefill.
-
-`HandoffHistory`: the caches that handoffs have left in this pool, so that one that goes further
-begins where the last ended.
-
-    earlier     |head|◄──── mapped ────►|◄ native ►
-    now         |head|◄──────────── to map ────────────►|
-                |◄─ whole blocks, shared ─►|◄── mapped ──►|
-
-A conversation that goes on is handed over again with the same beginning. What was mapped then is what the same bundle
-would make of the same tokens now. Such a cache is found by its id, which the handoff that made it left here, and never
-by its tokens alone; those are compared as well.
+The tail is worth most for quality. So what a handoff may cost beyond the mapping is spent on a longer tail, as long as
+everything takes no more than a share of a full prefill.
 """
 
 from __future__ import annotations
@@ -41,13 +28,17 @@ from workers.pool.pool import Pool
 from workers.rates import Costs
 
 AUTO = "auto"
+MAX_HISTORY = 256
+MAX_COMPARED_TOKENS = 2**19  # some hundredths of a second
 
 
 @dataclass(frozen=True)
 class HandoffPlan:
-    """A ticket that has passed all checks, and what to make of it: tokens `[0, head)` natively, `[head, num_tokens)`
-    by `mapper`; of those the first `reused`, head and all, stand here already. `reason` says why so far and no
-    further, `is_hybrid` that it could have gone further."""
+    """A checked ticket, and what is made of it: tokens `[0, head)` natively, `[head, num_tokens)` by `mapper`.
+
+    The first `reused` tokens, head included, are in this pool already. `reason` says why the mapping ends where it
+    does, `is_hybrid` that it could have gone further.
+    """
 
     ticket: Ticket
     mapper: Mapper
@@ -59,7 +50,7 @@ class HandoffPlan:
 
     @property
     def begin(self) -> int:
-        """The first token that is mapped anew."""
+        """First token to map."""
         return max(self.head, self.reused)
 
     @property
@@ -75,16 +66,19 @@ class HandoffPlan:
         return MAPPED + self.mapper.bundle_id
 
     def source_bytes(self, num_tokens: int) -> int:
-        """Bytes that so many tokens take in the source's pool."""
+        """Return the size of that many tokens in the source's pool."""
         layout = self.ticket.layout
         return num_tokens * block_bytes(layout) // layout.block_tokens
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
 
 
 def plan_handoff(
     request: TransferRequest, ticket: Ticket, pool: Pool, mappers: Sequence[Mapper], *, max_tokens: int | None = None
 ) -> HandoffPlan:
-    """Everything that must hold before a source block is read; `max_tokens` is the target's context. Raises
-    `CacheMismatch`, `BundleUnusable`, `InvalidRequest`, `TransferFailed`."""
+    """Check tenant, tokens, weights, provenance and layout, and choose the mapper. `max_tokens` is the model's context.
+    Raises `CacheMismatch`, `BundleUnusable`, `InvalidRequest`, `TransferFailed`."""
     _check_ticket(request, ticket)
     mapper = choose_mapper(mappers, request.mapper, ticket.fingerprint, pool.fingerprint)
     _check_layout("source cache", ticket.layout, mapper.manifest.source.geometry, mapper)
@@ -92,12 +86,12 @@ def plan_handoff(
     num_tokens = ticket.num_tokens if request.num_tokens is None else request.num_tokens
     if num_tokens > ticket.num_tokens:
         raise InvalidRequest(
-            f"num_tokens {num_tokens} asked for; {ticket.cache_id} has {ticket.num_tokens}", param="num_tokens"
+            f"num_tokens is {num_tokens}, but {ticket.cache_id} has {ticket.num_tokens}", param="num_tokens"
         )
-    limit = _num_positions(mapper, max_tokens)
+    limit = _max_positions(mapper, max_tokens)
     if num_tokens > limit:
         raise InvalidRequest(
-            f"{num_tokens} tokens are to be handed over; this worker and bundle {mapper.bundle_id} take at most "
+            f"cannot hand over {num_tokens} tokens; this worker and bundle {mapper.bundle_id} support at most "
             f"{limit:.0f}",
             param="num_tokens",
         )
@@ -108,10 +102,8 @@ def plan_handoff(
     return HandoffPlan(ticket, mapper, request.native_head, num_tokens)
 
 
-def choose_mapper(
-    mappers: Sequence[Mapper], name: str, source_fingerprint: str, target_fingerprint: str
-) -> Mapper:
-    """The first mapper between exactly these weights; of that bundle id, unless `name` is auto."""
+def choose_mapper(mappers: Sequence[Mapper], name: str, source_fingerprint: str, target_fingerprint: str) -> Mapper:
+    """Return the first mapper between exactly these weights, with bundle id `name` unless that is auto."""
     for mapper in mappers:
         manifest = mapper.manifest
         between = (manifest.source.fingerprint, manifest.target.fingerprint)
@@ -124,36 +116,37 @@ def choose_mapper(
     )
 
 
-def _num_positions(mapper: Mapper, max_tokens: int | None) -> float:
-    """For so many positions from 0 on the target has a context, and both models RoPE factors that stay as they are."""
+def _max_positions(mapper: Mapper, max_tokens: int | None) -> float:
+    """Return the number of positions that the target's context allows, and for which the RoPE factors of both models
+    are constant."""
     limits = (max_tokens, mapper.source_rope.limit, mapper.target_rope.limit)
     return min((limit for limit in limits if limit is not None), default=math.inf)
 
 
 def _check_ticket(request: TransferRequest, ticket: Ticket) -> None:
     if ticket.cache_id != request.cache_id:
-        raise TransferFailed(f"the ticket is for {ticket.cache_id}; asked for {request.cache_id}")
+        raise TransferFailed(f"the ticket is for {ticket.cache_id}, not for {request.cache_id}")
     if request.source_model not in (None, ticket.model):
         raise CacheMismatch(
             f"{ticket.cache_id} is of model {ticket.model}, not {request.source_model}", param="source_model"
         )
     if ticket.provenance != EXACT:
         raise CacheMismatch(
-            f"{ticket.cache_id} is {ticket.provenance} and is not mapped again: errors of two maps add up, and no "
-            "evaluation covers them; a source must be exact",
+            f"{ticket.cache_id} is {ticket.provenance}; the source must be exact: the errors of two maps add up, and "
+            "no evaluation covers them",
             param="cache_id",
         )
     check_tokens(ticket, request.tenant_salt)
 
 
 def check_tokens(ticket: Ticket, tenant_salt: str) -> None:
-    """The ticket must be whole, and for exactly its tokens under this tenant's salt. Raises `TransferFailed`,
-    `CacheMismatch`."""
+    """Check that the ticket is complete, and its digest that of its tokens under this tenant's salt. Raises
+    `TransferFailed`, `CacheMismatch`."""
     needed = blocks_for(ticket.num_tokens, max(ticket.layout.block_tokens, 1))
     if not len(ticket.blocks) == len(ticket.generations) == needed or len(ticket.token_ids) != ticket.num_tokens:
         raise TransferFailed(
             f"the ticket has {len(ticket.blocks)} blocks, {len(ticket.generations)} generations and "
-            f"{len(ticket.token_ids)} token ids; {ticket.num_tokens} tokens take {needed} blocks"
+            f"{len(ticket.token_ids)} token ids; {ticket.num_tokens} tokens need {needed} blocks"
         )
     if token_digest(ticket.token_ids, tenant_salt) != ticket.digest:
         raise CacheMismatch(
@@ -164,106 +157,61 @@ def check_tokens(ticket: Ticket, tenant_salt: str) -> None:
 def _check_layout(what: str, layout: KVLayout, geometry: KVGeometry, mapper: Mapper) -> None:
     found = KVGeometry(layout.num_layers, layout.num_kv_heads, layout.head_dim)
     if found != geometry:
-        raise CacheMismatch(f"the {what} has {found}; bundle {mapper.bundle_id} takes {geometry}", param="layout")
+        raise CacheMismatch(f"the {what} has {found}; bundle {mapper.bundle_id} needs {geometry}", param="layout")
 
 
-@dataclass(frozen=True)
-class CostQuery:
-    """Tokens `[head, end)` are to be mapped, those before `reused` are mapped already; the source holds `standing`
-    tokens, of which the request will read the rest natively. `share` of a full prefill is what everything may take."""
-
-    head: int
-    reused: int
-    end: int
-    standing: int
-    block_tokens: int
-    remaining_s: float
-    share: float
-
-    def to_map(self, end: int) -> int:
-        return max(0, end - max(self.head, self.reused))
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Map up to `end`; for `prefill` and `late`, map nothing. `predicted_s` is None where nothing is known yet."""
-
-    kind: Literal["map", "hybrid", "prefill", "late"]
-    end: int
-    reason: str
-    predicted_s: float | None = None
-    native_s: float | None = None
-
-
-def decide(ask: CostQuery, costs: Costs) -> Decision:
-    if not costs.are_measured:
-        return Decision("map", ask.end, "unmeasured")
-    handoff_s, native_s = costs.handoff_s(ask.to_map(ask.end)), costs.prefill_s(0, ask.end)
-    if handoff_s >= native_s:
-        return Decision("prefill", ask.end, "prefill_cheaper", handoff_s, native_s)
-    if handoff_s > ask.remaining_s:
-        return Decision("late", ask.end, "no_time", handoff_s, native_s)
-    end = _shortest_end(ask, costs)
-    if end < ask.end:
-        return Decision("hybrid", end, "time_for_a_longer_tail", costs.handoff_s(ask.to_map(end)), native_s)
-    return Decision("map", end, "cheapest", handoff_s, native_s)
-
-
-def _shortest_end(ask: CostQuery, costs: Costs) -> int:
-    """How far to map, so that the rest can be read natively within the share; whole blocks only."""
-    allowed_s = ask.share * costs.prefill_s(0, ask.standing)
-    end, least = ask.end, max(ask.head + 1, ask.reused)
-    for shorter in range((ask.end - 1) // ask.block_tokens * ask.block_tokens, least - 1, -ask.block_tokens):
-        if costs.handoff_s(ask.to_map(shorter)) + costs.prefill_s(shorter, ask.standing) > allowed_s:
-            break
-        end = shorter
-    return end
-
-
-MAX_KNOWN = 256
-MAX_COMPARED_TOKENS = 2**19  # a few hundredths of a second
+# -- earlier handoffs ---------------------------------------------------------------------------------------------
 
 
 class HandoffHistory:
-    """For use on one event loop. Remembers ids only; the pool evicts as it likes."""
+    """The mapped caches that handoffs have left in this pool. A longer handoff starts where an earlier one ended.
+
+        earlier     |head|◄──── mapped ────►|◄ native ►
+        now         |head|◄──────────── to map ────────────►|
+                    |◄─ whole blocks, shared ─►|◄── mapped ──►|
+
+    A conversation that continues is handed over again with the same beginning, of which the same bundle would make the
+    same KV again. Only caches of handoffs are found here, by their ids, and their tokens are compared as well. It holds
+    ids only: the pool evicts as usual. For use on one event loop.
+    """
 
     def __init__(self, pool: Pool, *, max_compared_tokens: int = MAX_COMPARED_TOKENS):
         self._pool = pool
         self._max_compared_tokens = max_compared_tokens
         self._ids: OrderedDict[str, None] = OrderedDict()
 
-    def note(self, entry: CacheEntry) -> None:
+    def add(self, entry: CacheEntry) -> None:
         self._ids[entry.cache_id] = None
-        if len(self._ids) > MAX_KNOWN:
+        if len(self._ids) > MAX_HISTORY:
             self._ids.popitem(last=False)
 
     def longest(self, plan: HandoffPlan, salt: str) -> tuple[Hold, int]:
-        """The cache that shares the most mapped tokens with the plan, held, and how many, head and all. An empty hold
-        if none does."""
-        best, shared = self._best(plan, salt)
+        """Hold the cache that shares most mapped tokens with the plan. Returns the hold and the number of shared
+        tokens, head included; an empty hold and 0 if there is none."""
+        best, num_shared = self._best(plan, salt)
         try:
-            if best and shared:
-                return self._pool.hold(best.cache_id, salt), shared
+            if best and num_shared:
+                return self._pool.hold(best.cache_id, salt), num_shared
         except CacheNotFound:
-            pass  # another thread made room meanwhile
+            pass  # another thread has evicted it meanwhile
         return Hold((), 0, lambda blocks: None), 0
 
     def _best(self, plan: HandoffPlan, salt: str) -> tuple[CacheEntry | None, int]:
-        """The one that shares most, and how many tokens. Those that can share most are compared first, until none that
-        is left can share more: this runs on the event loop."""
-        token_ids, best, most, left = plan.token_ids, None, 0, self._max_compared_tokens
+        """Compare the caches that can share most first, until none that is left can share more: this runs on the event
+        loop."""
+        token_ids, best, most, budget = plan.token_ids, None, 0, self._max_compared_tokens
         known = [entry for entry in map(self._entry, list(self._ids)) if entry and _is_alike(entry, plan, salt)]
-        for entry in sorted(known, key=lambda entry: self._at_most(entry, plan), reverse=True):
-            if self._at_most(entry, plan) <= most or left <= 0:
+        for entry in sorted(known, key=lambda entry: self._max_shared(entry, plan), reverse=True):
+            if self._max_shared(entry, plan) <= most or budget <= 0:
                 break
             common = entry.common_prefix(token_ids)
-            left -= common
-            if (shared := min(self._whole_blocks(common), self._at_most(entry, plan))) > most:
+            budget -= common
+            if (shared := min(self._whole_blocks(common), self._max_shared(entry, plan))) > most:
                 best, most = entry, shared
         return (best, most) if most > plan.head else (None, 0)
 
-    def _at_most(self, entry: CacheEntry, plan: HandoffPlan) -> int:
-        """How many tokens they share if none differs."""
+    def _max_shared(self, entry: CacheEntry, plan: HandoffPlan) -> int:
+        """Return how many tokens they share if no token differs."""
         return self._whole_blocks(min(entry.mapped.end if entry.mapped else 0, plan.num_tokens))
 
     def _whole_blocks(self, num_tokens: int) -> int:
@@ -278,6 +226,64 @@ class HandoffHistory:
 
 
 def _is_alike(entry: CacheEntry, plan: HandoffPlan, salt: str) -> bool:
-    """Whether its tokens, as far as they are the plan's, stand there as the plan would make them."""
+    """Return whether the plan would make the same KV of the same tokens."""
     same = (entry.tenant_salt, entry.provenance) == (salt, plan.provenance)
     return same and entry.mapped is not None and entry.mapped.begin == plan.head
+
+
+# -- costs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CostQuery:
+    """Tokens `[head, end)` are requested, those before `reused` are mapped already. The source holds `source_tokens`,
+    of which the request will prefill the rest. Everything may take `share` of a full prefill."""
+
+    head: int
+    reused: int
+    end: int
+    source_tokens: int
+    block_tokens: int
+    remaining_s: float
+    share: float
+
+    def num_to_map(self, end: int) -> int:
+        return max(0, end - max(self.head, self.reused))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Map up to `end`; `prefill` and `late` map nothing. `predicted_s` is None before anything is measured."""
+
+    kind: Literal["map", "hybrid", "prefill", "late"]
+    end: int
+    reason: str
+    predicted_s: float | None = None
+    native_s: float | None = None
+
+
+def decide(query: CostQuery, costs: Costs) -> Decision:
+    """Decide by predicted cost whether to map everything, less, or nothing."""
+    if not costs.are_measured:
+        return Decision("map", query.end, "unmeasured")
+    handoff_s, native_s = costs.handoff_s(query.num_to_map(query.end)), costs.prefill_s(0, query.end)
+    if handoff_s >= native_s:
+        return Decision("prefill", query.end, "prefill_cheaper", handoff_s, native_s)
+    if handoff_s > query.remaining_s:
+        return Decision("late", query.end, "no_time", handoff_s, native_s)
+    end = _shortest_end(query, costs)
+    if end < query.end:
+        return Decision("hybrid", end, "time_for_a_longer_tail", costs.handoff_s(query.num_to_map(end)), native_s)
+    return Decision("map", end, "cheapest", handoff_s, native_s)
+
+
+def _shortest_end(query: CostQuery, costs: Costs) -> int:
+    """Return the shortest mapping, in whole blocks, for which the native rest fits into the share."""
+    allowed_s = query.share * costs.prefill_s(0, query.source_tokens)
+    end, shortest, size = query.end, max(query.head + 1, query.reused), query.block_tokens
+    for shorter in range((query.end - 1) // size * size, shortest - 1, -size):
+        predicted_s = costs.handoff_s(query.num_to_map(shorter)) + costs.prefill_s(shorter, query.source_tokens)
+        if predicted_s > allowed_s:
+            break
+        end = shorter
+    return end

@@ -1,11 +1,11 @@
-"""`SourceReader`: the source's blocks for one handoff, by the fastest transport that works.
+"""`SourceReader`: the source's blocks for one handoff, read by the fastest transport that works.
 
-    ways    shm ──► tcp ──► none left: the last one's error
-             │       └── opened when the one before has failed, to open or in the middle
-             └── a chunk that failed is read again by the next; what was read and mapped before stands
+    exports    shm ──► tcp ──► none left: the last one's error
+                │       └── opened after the one before has failed, in opening or later
+                └── the next one reads a failed chunk again; chunks read and mapped before are kept
 
-Once a way is open, a cache that is gone or was written since is no transport's failure: no other would find it
-otherwise. One that does not open says little, as a pool's file may only be out of sight here.
+Once a transport is open, a cache that is gone or was written since is not the transport's failure: every other would
+find the same. Before that it may be, since a pool's file may just not be visible here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _TransportFailed(Exception):
 
 @contextmanager
 def _transport_errors() -> Iterator[None]:
-    """What fails here is the transport's failure, unless it is the cache's or the time's."""
+    """Raise `_TransportFailed` for errors inside, except those of the cache and the deadline."""
     try:
         yield
     except (CacheUnusable, DeadlineExceeded):
@@ -46,19 +46,19 @@ def _transport_errors() -> Iterator[None]:
 
 
 class SourceReader:
-    """For use on one event loop. `copy_s` is what fetching has taken, `copy_bytes` the memory for what was fetched, and
-    `kind` the transport that reads."""
+    """For use on one event loop. `copy_s` counts the seconds of fetching over a network, `copy_bytes` the memory for
+    it. `kind` is the open transport."""
 
     def __init__(self, target: HandoffTarget, peer: str, ticket: Ticket, job: Job[Any]):
-        """Raises `TransferFailed` if no transport leads to the source."""
+        """Raises `TransferFailed` if no transport reaches the source."""
         self.copy_s = 0.0
         self._target = target
         self._peer = peer
         self._ticket = ticket
         self._job = job
-        self._ways = choose(ticket.ways, target.site)
+        self._exports = choose(ticket.ways, target.site)
         self._failures: list[tuple[str, KvrelayError]] = []
-        self._room = CopyBuffer()
+        self._buffer = CopyBuffer()
         self._reader: Reader | None = None
 
     @property
@@ -67,76 +67,69 @@ class SourceReader:
 
     @property
     def copy_bytes(self) -> int:
-        return self._room.num_bytes
+        return self._buffer.num_bytes
 
     async def open(self) -> None:
-        """Open the next way that works. Raises the last one's error if none is left, `DeadlineExceeded`."""
+        """Open the next export that works. Raises `DeadlineExceeded`, and the last export's error if none is left."""
         self._reader = None
-        while self._ways:
+        while self._exports:
             self._job.check()
-            way = self._ways.pop(0)
+            export = self._exports.pop(0)
             try:
-                at_hand = self._target.readers.at_hand(self._peer, way, self._ticket.layout)
-                self._reader = at_hand or await self._waited_for(way, partial(self._open, way))
+                reader = self._target.readers.get_open(self._peer, export, self._ticket.layout)
+                self._reader = reader or await self._on_peer_thread(export, partial(self._open, export))
                 return
             except KvrelayError as error:
-                self._note(way.kind, error)
-        raise self._all_failed()
+                self._note_failure(export.kind, error)
+        (_, last), earlier = self._failures[-1], self._failures[:-1]
+        if not earlier:
+            raise last
+        messages = "; ".join(f"{kind}: {error.message}" for kind, error in earlier)
+        raise type(last)(f"{last.message} (before that, {messages})")
 
     async def use(self, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
-        """Tokens `[begin, end)`, given to `use` on the compute thread. Errors as `open`, and `CacheStale`: what was
-        made of them is worthless then."""
+        """Call `use` with tokens `[begin, end)` on the compute thread. Raises what `open` raises, and `CacheStale`:
+        what was made of the tokens is worthless then."""
         while True:
             reader = self._reader
             assert reader is not None, "a source is opened before it is used"
             try:
-                return await self._use(reader, begin, end, use)
+                if reader.uses_network:  # fetched before the step; a stream that another handoff broke is opened again
+                    fetch = partial(self._fetch, reader.export, begin, end)
+                    span = await self._on_peer_thread(reader.export, fetch)
+                    await self._target.run_step(partial(use, span))
+                else:
+                    await self._target.run_step(partial(self._use_in_place, reader, begin, end, use))
+                return
             except _TransportFailed as failed:
-                self._note(reader.export.kind, failed.error)
+                self._note_failure(reader.export.kind, failed.error)
                 await self.open()
 
-    async def _use(self, reader: Reader, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
-        """Memory is read by the step that uses it, where it lies; what must be waited for is fetched before. A stream
-        that another handoff has broken is opened anew."""
-        if reader.waits:
-            span = await self._waited_for(reader.export, partial(self._fetched, reader.export, begin, end))
-            await self._target.run_step(partial(use, span))
-        else:
-            await self._target.run_step(partial(self._use_in_place, reader, begin, end, use))
+    async def _on_peer_thread(self, export: PoolExport, work: Callable[[], R]) -> R:
+        return await asyncio.wrap_future(self._target.readers.threads.submit((self._peer, export.kind), work))
 
-    async def _waited_for(self, way: PoolExport, work: Callable[[], R]) -> R:
-        return await asyncio.wrap_future(self._target.readers.threads.submit((self._peer, way.kind), work))
-
-    def _fetched(self, way: PoolExport, begin: int, end: int) -> BlockSpan:
-        """A copy, which stands until the next is fetched."""
+    def _fetch(self, export: PoolExport, begin: int, end: int) -> BlockSpan:
+        """Return a copy, valid until the next fetch."""
         started = time.perf_counter()
         try:
-            with _transport_errors(), self._reading(self._open(way), begin, end) as span:
+            with _transport_errors(), self._reading(self._open(export), begin, end) as span:
                 return span
         finally:
             self.copy_s += time.perf_counter() - started
 
     def _use_in_place(self, reader: Reader, begin: int, end: int, use: Callable[[BlockSpan], None]) -> None:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             with _transport_errors():
-                span = held.enter_context(self._reading(reader, begin, end))
+                span = stack.enter_context(self._reading(reader, begin, end))
             use(span)
 
     def _reading(self, reader: Reader, begin: int, end: int) -> AbstractContextManager[BlockSpan]:
         ticket, deadline = self._ticket, self._job.deadline
-        return reader.reading(ticket.blocks, ticket.generations, begin, end, deadline=deadline, room=self._room)
+        return reader.reading(ticket.blocks, ticket.generations, begin, end, deadline=deadline, buffer=self._buffer)
 
-    def _open(self, way: PoolExport) -> Reader:
-        return self._target.readers.get(self._peer, way, self._ticket.layout, deadline=self._job.deadline)
+    def _open(self, export: PoolExport) -> Reader:
+        return self._target.readers.get(self._peer, export, self._ticket.layout, deadline=self._job.deadline)
 
-    def _note(self, kind: str, error: KvrelayError) -> None:
+    def _note_failure(self, kind: str, error: KvrelayError) -> None:
         self._failures.append((kind, error))
         self._target.transport_failed(kind, error)
-
-    def _all_failed(self) -> KvrelayError:
-        """What the last way said, and after it the others."""
-        (_, last), before = self._failures[-1], self._failures[:-1]
-        if not before:
-            return last
-        told = "; ".join(f"{kind}: {error.message}" for kind, error in before)
-        return type(last)(f"{last.message} (before that, {told})")

@@ -1,4 +1,4 @@
-"""What a handoff asks of the worker that it goes into, and of the one that it comes from."""
+"""The interfaces of a handoff: what it needs of the worker that receives the cache, and of the one that has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HANDOFFS = 16
 
 
 class SourcePeer(Protocol):
-    """The calls of the source worker that a handoff makes."""
+    """The source worker's calls that a handoff uses."""
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket: ...
 
@@ -29,24 +29,27 @@ class SourcePeer(Protocol):
 
 
 class RunStep(Protocol):
-    """Runs one bounded step of work off the event loop, among the steps of other requests.
+    """Runs one bounded step off the event loop, among the steps of other requests. `Compute.run` does this.
 
-    When the awaiting task is cancelled, a step that has not begun never runs, and one that runs is waited for before
-    the cancellation goes on: its memory may be freed then. `Compute.run` does this.
+    If the awaiting task is cancelled, a queued step never runs, and a running one is awaited before the cancellation
+    continues: its memory may be freed then.
     """
 
     def __call__(self, step: Callable[[], Any], /) -> Awaitable[Any]: ...
 
 
-# Reads the first tokens of a prompt natively, for the tenant of this salt: their KV from position 0, in tensors that
-# nobody writes to.
+# Prefills the first tokens of a prompt for the tenant of this salt. Returns their KV from position 0, in tensors that
+# are never written to again.
 PrefillHead = Callable[[Sequence[int], str], Awaitable[KVCache]]
 
 
 @dataclass(frozen=True)
 class HandoffResult:
-    """How one handoff ended, whoever waited for it: `result` is `ok`, an error's code (`internal_error` for a bug),
-    or `cancelled`; `reply` is there if it is `ok`. `num_mapped` counts the tokens that went through the mapper."""
+    """How one handoff ended, whatever the number of its callers.
+
+    `result` is `ok`, an error's code (`internal_error` for a bug) or `cancelled`. `reply` is set if it is `ok`.
+    `num_mapped` counts the tokens that were mapped.
+    """
 
     result: str
     seconds: float
@@ -55,19 +58,23 @@ class HandoffResult:
 
     @property
     def mapping_s(self) -> float:
-        """What the mapped tokens cost: reading the source, mapping, writing."""
+        """Seconds spent on the mapped tokens: copying from the source, mapping, writing."""
         return (self.reply.copy_ms + self.reply.map_ms + self.reply.write_ms) / 1000 if self.reply else 0.0
 
 
 @dataclass(frozen=True)
 class HandoffTarget:
-    """What the receiving worker lends to its handoffs. `mappers` gives those usable at the moment of the call,
-    `site` tells what it can open. `observe` hears of each handoff once, `transport_failed` of each transport, by its
-    kind, that did not open or broke, and why. `costs` tells what reading and handoffs take, as measured; `native_share`
-    of a full prefill is what a handoff by cost may take. `max_tokens` is the model's context, None for one without
-    end. With `release_source`, a source cache that was handed over is given up at its worker, so that memory peaks at
-    source, target and a chunk between; `source_released` hears of it. In a trial, bundles are tried out that are off:
-    what they make evicts nothing."""
+    """What the receiving worker provides to its handoffs.
+
+    `mappers` returns the mappers that are usable now, `site` says what the worker can open. `observe` is called once
+    for each handoff, `transport_failed` for each transport that fails to open or breaks, with its kind and the error.
+    `costs` returns the measured costs of prefill and handoffs; a handoff by cost may take `native_share` of a full
+    prefill. `max_tokens` is the model's context, None if unlimited.
+
+    With `release_source`, the source worker drops a cache that was handed over, and `source_released` is called. Memory
+    then peaks at source, target and one chunk. In a trial (`is_trial`), bundles that are off are tried out: the caches
+    that they make evict nothing.
+    """
 
     pool: Pool
     model: str
@@ -76,7 +83,7 @@ class HandoffTarget:
     run_step: RunStep
     readers: Readers
     site: Site
-    observe: Callable[[HandoffResult], None] = lambda outcome: None
+    observe: Callable[[HandoffResult], None] = lambda result: None
     transport_failed: Callable[[str, KvrelayError], None] = lambda kind, error: None
     release_source: bool = False
     source_released: Callable[[], None] = lambda: None

@@ -1,13 +1,13 @@
 """A worker's KV pool: paged memory that other processes may read, and the caches in it.
 
-    segment.py   a pool's file in shared memory
-    arena.py     the memory of blocks on the heap or in shared memory, and copies to and from it
-    cuda.py      the memory of blocks on a GPU
-    blocks.py    copies between blocks and tensors; plain functions
-    tables.py    which blocks are free, which prefixes are cached, what to evict
-    entries.py   caches, holds and leases as values
-    pool.py      the one owner of blocks and caches
-    tiered.py    a pool that evicts to host memory first
+segment.py   a pool's file in shared memory
+arena.py     the memory of blocks on the heap or in shared memory, and copies to and from it
+cuda.py      the memory of blocks on a GPU
+blocks.py    copies between blocks and tensors; plain functions
+tables.py    which blocks are free, which prefixes are cached, what to evict
+entries.py   caches, holds and leases as values
+pool.py      the one owner of blocks and caches
+tiered.py    a pool that evicts to host memory first
 """
 
 from __future__ import annotations

@@ -106,9 +106,7 @@ def copy_in(data: Tensor, blocks: Sequence[int], source: KVCache) -> None:
         copy_layer_in(data, blocks, source.start, layer, keys, values)
 
 
-def copy_layer_in(
-    data: Tensor, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor
-) -> None:
+def copy_layer_in(data: Tensor, blocks: Sequence[int], begin: int, layer: int, keys: Tensor, values: Tensor) -> None:
     """Write one layer's keys and values, `(H, T, D)` each, as tokens `[begin, begin + T)`."""
     for run in block_runs(blocks, begin, begin + keys.shape[1], data.shape[3]):
         _write_run(data[:, layer, KEY], run, _window(keys, run))

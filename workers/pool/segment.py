@@ -61,9 +61,7 @@ class Header:
         return self.data_offset + _pages(self.num_blocks * self.block_bytes)
 
     def pack(self) -> bytes:
-        return _HEADER.pack(
-            _MAGIC, _VERSION, self.num_blocks, self.block_bytes, self.data_offset, self.epoch.encode()
-        )
+        return _HEADER.pack(_MAGIC, _VERSION, self.num_blocks, self.block_bytes, self.data_offset, self.epoch.encode())
 
     @staticmethod
     def unpack(raw: bytes) -> Header:

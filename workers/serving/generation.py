@@ -88,9 +88,7 @@ class GenerationService:
         """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
         token_ids = job.prompt.token_ids
         capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
-        await self.recalls.for_prompt(
-            token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline
-        )
+        await self.recalls.for_prompt(token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline)
         with find_reuse(self.pool, token_ids, job.salt, job.params) as reuse:
             async with (
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,

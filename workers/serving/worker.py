@@ -198,7 +198,7 @@ def _lender(settings: WorkerSettings, arena: Arena, secret: str) -> Lender | Non
     if tcp is None:
         return None
     try:
-        return Lender(arena, secret, host=tcp.host, port=tcp.port, told_host=tcp.address)
+        return Lender(arena, secret, host=tcp.host, port=tcp.port, advertised_host=tcp.address)
     except OSError as error:
         raise SettingsError(
             f"worker {settings.id!r} cannot lend its blocks on {tcp.host}:{tcp.port}: {error.strerror or error}"

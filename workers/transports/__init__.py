@@ -1,6 +1,4 @@
-"""How one worker reads another's pool. Transports by name; a transport's module is imported when it is first used.
-
-Where this process stands: what it shares memory with."""
+"""Transports by name: how a worker reads another worker's pool. A transport's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from workers.pool.arena import host_id, process_id
 if TYPE_CHECKING:
     from workers.transports.base import Transport
 
-
 # Fastest first.
 TRANSPORTS = {
     "inproc": "workers.transports.inproc:InprocTransport",
@@ -26,12 +23,12 @@ TRANSPORTS = {
 
 
 def load_transport(kind: str, secret: str = "") -> Transport:
-    """The transport of that name. `secret` is the cluster's. Raises `TransferFailed` for one that does not exist."""
+    """Create the transport of that name with the cluster's secret. Raises `TransferFailed` for an unknown name."""
     return transport_class(kind).create(secret)
 
 
 def transport_class(kind: str) -> type[Transport]:
-    """Errors as `load_transport`."""
+    """Import the class of a transport. Raises `TransferFailed` for an unknown name."""
     if kind not in TRANSPORTS:
         raise TransferFailed(f"unknown transport {kind!r}; known: {', '.join(TRANSPORTS)}")
     module, name = TRANSPORTS[kind].split(":")
@@ -40,38 +37,38 @@ def transport_class(kind: str) -> type[Transport]:
 
 
 def choose(exports: Sequence[PoolExport], site: Site) -> list[PoolExport]:
-    """The ways to a pool that a worker at `site` can go, fastest first. Raises `TransferFailed` if there is none."""
+    """Return the exports of a pool that a worker at `site` can open, fastest first. Raises `TransferFailed` if there is
+    none."""
     order = list(TRANSPORTS)
     known = [export for export in exports if export.kind in order and export.kind in site.transports]
-    open_ways = [export for export in known if transport_class(export.kind).reaches(export, site)]
-    if not open_ways:
+    reachable = [export for export in known if transport_class(export.kind).reaches(export, site)]
+    if not reachable:
         raise TransferFailed(
-            f"no common transport: the source offers {', '.join(map(_told, exports)) or 'none'}; "
-            f"this worker reads {', '.join(site.transports) or 'none'} on host {site.host or 'unknown'}"
+            f"no common transport: the source offers {', '.join(map(_describe, exports)) or 'none'}; "
+            f"this worker supports {', '.join(site.transports) or 'none'} on host {site.host or 'unknown'}"
         )
-    return sorted(open_ways, key=lambda export: order.index(export.kind))
+    return sorted(reachable, key=lambda export: order.index(export.kind))
 
 
-def _told(export: PoolExport) -> str:
-    """A way, for messages: what it leads by is nobody's secret, but a memory handle is long."""
+def _describe(export: PoolExport) -> str:
+    """Describe an export in a message, without a long memory handle."""
     host = export.address.get("host")
     return f"{export.kind} on host {host}" if host else export.kind
 
 
 def site_here(*, cuda: bool) -> Site:
-    """What this process can open: memory of its own host, that of its GPUs if it works on any, and streams."""
+    """Describe what this process can open: memory of its host, memory of its GPUs if `cuda`, and streams."""
+    gpus = []
+    if cuda:
+        import torch
+
+        from workers.pool.cuda import CudaRuntime
+
+        runtime = CudaRuntime()
+        gpus = [runtime.pci_bus_id(device) for device in range(torch.cuda.device_count())]
     return Site(
         transports=[kind for kind in TRANSPORTS if cuda or kind != "cuda_ipc"],
         host=host_id(),
         process=process_id(),
-        gpus=_gpus() if cuda else [],
+        gpus=gpus,
     )
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    from workers.pool.cuda import CudaRuntime
-
-    runtime = CudaRuntime()
-    return [runtime.pci_bus_id(device) for device in range(torch.cuda.device_count())]

@@ -1,9 +1,9 @@
-"""`Reader`: another worker's pool, opened for reading. `Transport`: opens them.
+"""`Reader`: another worker's pool, opened for reading. `Transport`: opens pools of one kind.
 
-What is read is one content if the generations say so twice:
+A copy is consistent if the generations do not change while it is made:
 
-    look ── all even, all as in the ticket ──► read ──► look again ── unchanged ──► what was read is one content
-              otherwise CacheStale                          otherwise CacheStale, and what was read is worthless
+    check ── all even, all as in the ticket ──► read ──► check ── unchanged ──► the copy is consistent
+               otherwise CacheStale                        otherwise CacheStale, and the copy is worthless
 
 A new transport is one file with an `open`, and one line in the registry.
 """
@@ -39,7 +39,7 @@ from workers.pool.segment import Generations, Header
 
 
 class CopyBuffer:
-    """Memory for copies out of one pool, kept from one to the next and grown for a longer one."""
+    """Memory for copies from one pool, reused by each and grown for a longer one."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -49,7 +49,7 @@ class CopyBuffer:
         return self._memory.nbytes
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Uninitialised; the next call gives the same memory again. `dtype` and `device` are the pool's, always."""
+        """Return an uninitialised tensor; the next call returns the same memory. `dtype` and `device` never change."""
         count = math.prod(shape)
         if self._memory.numel() < count:
             self._memory = torch.empty(count, dtype=dtype, device=device)
@@ -57,9 +57,9 @@ class CopyBuffer:
 
 
 class Reader(ABC):
-    """A peer's blocks. Safe from any thread; a close waits for the read that runs."""
+    """A peer's blocks. Safe from any thread; `close` waits for a running read."""
 
-    waits: ClassVar[bool] = False  # whether a read waits for a network: then it goes on a thread that may wait
+    uses_network: ClassVar[bool] = False  # whether a read may wait for a network, and so needs a thread that may wait
 
     def __init__(self, export: PoolExport, layout: KVLayout, device: torch.device | str):
         self.export = export
@@ -78,45 +78,54 @@ class Reader(ABC):
         end: int,
         *,
         deadline: float = math.inf,
-        room: CopyBuffer | None = None,
+        buffer: CopyBuffer | None = None,
     ) -> Iterator[BlockSpan]:
-        """Tokens `[begin, end)` of the sequence in `blocks`, where they lie.
+        """Yield tokens `[begin, end)` of the sequence in `blocks`, where they are stored.
 
-        What is read of them inside is one content if the end is reached; `CacheStale` there says that it may be torn,
-        and must be thrown away with all that was made of it. A reader that `waits` brings them into `room` first: there
-        they stand until it is taken again.
+        What the block reads is consistent if its end raises nothing. `CacheStale` at the end means that it may be torn:
+        discard it and everything made of it. A reader that uses a network copies the tokens into `buffer` first, where
+        they stay until the buffer is taken again.
 
-        `generations` are the ticket's, one a block. `CacheStale` if a block was freed or written since, or while it was
-        read; `TransferFailed` for blocks that the pool lacks, and where the way to them fails; `DeadlineExceeded` at
-        `deadline`, an instant of `time.monotonic()`.
+        `generations` are the ticket's, one per block. Raises `CacheStale` if a block was freed or written since the
+        ticket or while it is read, `TransferFailed` for blocks outside of the pool or if the transport fails,
+        `DeadlineExceeded` at `deadline`, an instant of `time.monotonic()`.
         """
         size = self.layout.block_tokens
         check_blocks(blocks, self.export.num_blocks, TransferFailed)
         check_range(blocks, begin, end, size)
         touched = slice(begin // size, blocks_for(end, size))
-        with self._alone(deadline):
+        timeout_s = -1 if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineExceeded("the deadline passed during another read of the same pool")
+        try:
             if self._closed:
-                raise CacheStale(f"the pool of epoch {self.export.epoch} has been closed here")
-            with self._lent(blocks[touched], generations[touched], deadline, room or CopyBuffer()) as (data, places):
+                raise CacheStale(f"this worker has closed the pool of epoch {self.export.epoch}")
+            buffer = buffer or CopyBuffer()
+            with self._access(blocks[touched], generations[touched], deadline, buffer) as (data, places):
                 yield BlockSpan(data, places, begin % size, end - begin, begin)
+        finally:
+            self._lock.release()
 
     def read(
         self, blocks: Sequence[int], generations: Sequence[int], begin: int, end: int, *, deadline: float = math.inf
     ) -> KVCache:
-        """The same, copied out in the pool's dtype: views `(H, T, D)` of token-major memory that stand until this
-        thread's next `read`. Errors as `reading`."""
+        """Copy out the tokens in the pool's dtype: views `(H, T, D)` of token-major memory, valid until this thread's
+        next `read`. Raises what `reading` raises."""
         with self.reading(blocks, generations, begin, end, deadline=deadline) as span:
+            if not hasattr(self._local, "buffer"):
+                self._local.buffer = CopyBuffer()
             shape = cache_shape(self.layout, end - begin)
-            copy = cache_in(self._own_room().take(shape, torch_dtype(self.layout.dtype), self._device), begin)
+            memory = self._local.buffer.take(shape, torch_dtype(self.layout.dtype), self._device)
+            copy = cache_in(memory, begin)
             span.copy_out(copy)
         return copy
 
     def alive(self) -> bool:
-        """Whether the pool's owner still runs and has its pool open."""
+        """Return whether the pool's owner still runs and has its pool open."""
         return not self._closed and self._owner_alive()
 
     def close(self) -> None:
-        """Give up the mapping. Idempotent."""
+        """Unmap the pool. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -124,37 +133,21 @@ class Reader(ABC):
                 self._unmap()
 
     @abstractmethod
-    def _lent(
-        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: CopyBuffer
+    def _access(
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, buffer: CopyBuffer
     ) -> AbstractContextManager[tuple[Tensor, Sequence[int]]]:
-        """These blocks, all of which are in the pool: memory `(..., L, 2, block_tokens, H, D)`, and where in it they
-        are. Their generations are looked at before and after what is done with them."""
+        """Yield memory `(..., L, 2, block_tokens, H, D)` and the places of these blocks in it. Checks their generations
+        before and after. All blocks are in the pool."""
 
     def _owner_alive(self) -> bool:
         return True
 
-    def _unmap(self) -> None:  # noqa: B027 - some have nothing to give back
-        """Give back what `open` took."""
-
-    @contextmanager
-    def _alone(self, deadline: float) -> Iterator[None]:
-        left_s = -1 if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-        if not self._lock.acquire(timeout=left_s):
-            raise DeadlineExceeded("the deadline passed while another read of the same pool went on")
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _own_room(self) -> CopyBuffer:
-        if not hasattr(self._local, "room"):
-            self._local.room = CopyBuffer()
-        room: CopyBuffer = self._local.room
-        return room
+    def _unmap(self) -> None:  # noqa: B027 - some readers hold nothing
+        """Release what `open` acquired."""
 
 
 class MemoryReader(Reader):
-    """A peer's blocks and generations in memory that this process sees."""
+    """A peer's blocks and generations in memory that this process can access."""
 
     def __init__(self, export: PoolExport, layout: KVLayout, data: Tensor, generations: Generations):
         super().__init__(export, layout, data.device)
@@ -162,8 +155,8 @@ class MemoryReader(Reader):
         self._generations = generations
 
     @contextmanager
-    def _lent(
-        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, room: CopyBuffer
+    def _access(
+        self, blocks: Sequence[int], generations: Sequence[int], deadline: float, buffer: CopyBuffer
     ) -> Iterator[tuple[Tensor, Sequence[int]]]:
         check_generations(self._generations, blocks, generations)
         yield self._data, blocks
@@ -174,13 +167,13 @@ class MemoryReader(Reader):
         self._data = self._data.new_empty(0)
 
     def _synchronize(self) -> None:
-        """Wait until what was read has arrived."""
+        """Wait until the reads issued so far are done."""
 
 
-def check_generations(now: Generations, blocks: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise `CacheStale` unless these blocks stand, each at the generation that its ticket says."""
+def check_generations(current: Generations, blocks: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise `CacheStale` unless each block is valid and at the generation of its ticket."""
     wanted = np.asarray(expected, dtype=np.int64)
-    found = now[np.asarray(blocks, dtype=np.int64)]
+    found = current[np.asarray(blocks, dtype=np.int64)]
     wrong = np.flatnonzero((found != wanted) | (found & 1).astype(bool))
     if wrong.size:
         at = int(wrong[0])
@@ -197,32 +190,32 @@ class Transport(ABC):
 
     @classmethod
     def create(cls, secret: str) -> Transport:
-        """As a worker uses it. `secret` is the cluster's, for those that must prove that they know it."""
+        """Create the transport for a worker. `secret` is the cluster's, for transports that authenticate."""
         return cls()
 
     @staticmethod
     @abstractmethod
     def reaches(export: PoolExport, site: Site) -> bool:
-        """Whether a worker at `site` can open that pool, as far as the two can tell without trying."""
+        """Return whether a worker at `site` can open that pool, as far as that is known without trying."""
 
     @abstractmethod
     def open(self, export: PoolExport, layout: KVLayout, *, deadline: float = math.inf) -> Reader:
-        """Open the pool, read-only. `CacheStale` when it is gone or of another epoch, `TransferFailed` when it can't be
-        read from here or is not what `export` and `layout` say, `DeadlineExceeded` at `deadline`."""
+        """Open the pool read-only. Raises `CacheStale` if it is gone or has another epoch, `TransferFailed` if it
+        cannot be read from here or does not match `export` and `layout`, `DeadlineExceeded` at `deadline`."""
 
 
 def text_at(export: PoolExport, key: str) -> str:
-    """A text field of the pool's address."""
+    """Return a text field of the pool's address."""
     value = export.address.get(key)
     if not isinstance(value, str):
-        raise TransferFailed(f"the address of a {export.kind} pool needs a text {key!r}; got {value!r}")
+        raise TransferFailed(f"the address of a {export.kind} pool needs a string {key!r}; got {value!r}")
     return value
 
 
 def check_header(header: Header, export: PoolExport, layout: KVLayout, *, blocks_inside: bool) -> None:
-    """The pool's file must be the one that the ticket speaks of."""
+    """Check that the pool's file is the one that the ticket names."""
     if header.epoch != export.epoch:
-        raise CacheStale(f"the pool is of epoch {header.epoch}, its ticket of {export.epoch}")
+        raise CacheStale(f"the pool has epoch {header.epoch}, its ticket says {export.epoch}")
     expected = (export.num_blocks, block_bytes(layout) if blocks_inside else 0)
     if (header.num_blocks, header.block_bytes) != expected:
         raise TransferFailed(
@@ -232,7 +225,7 @@ def check_header(header: Header, export: PoolExport, layout: KVLayout, *, blocks
 
 
 def check_layout(layout: KVLayout) -> None:
-    """Every extent must be positive: a layout comes from another process."""
-    extents = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens)
-    if min(extents) < 1:
-        raise InvalidRequest(f"a KV layout's extents must be positive; got {layout}", param="layout")
+    """Check that every dimension is positive: a layout comes from another process."""
+    dimensions = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_tokens)
+    if min(dimensions) < 1:
+        raise InvalidRequest(f"the dimensions of a KV layout must be positive; got {layout}", param="layout")

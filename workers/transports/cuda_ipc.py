@@ -1,5 +1,5 @@
-"""Between processes on one GPU host: the source's allocation, opened by its CUDA IPC handle, generations from its host
-file. The copy is waited for before the second look at the generations."""
+"""Between processes on one GPU host: the source's allocation, opened by its CUDA IPC handle; generations are read from
+its host file. The copy is synchronised before the second check of the generations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.transports.shm import attach
 
 
 class CudaIpcReader(MemoryReader):
-    """Holds one opened handle; `close` closes it, or the source's memory would stay taken after its death."""
+    """Holds one opened handle. `close` closes it, or the source's memory would stay allocated after its death."""
 
     def __init__(
         self, export: PoolExport, layout: KVLayout, segment: Segment, runtime: CudaRuntime, address: int, device: int
@@ -80,5 +80,5 @@ def _handle(export: PoolExport) -> bytes:
     except ValueError:
         handle = b""
     if len(handle) != 64:
-        raise TransferFailed(f"a CUDA IPC handle is 128 hex digits; got {text!r}")
+        raise TransferFailed(f"a CUDA IPC handle must be 128 hex digits; got {text!r}")
     return handle

@@ -1,4 +1,4 @@
-"""The simplest transport: a pool of this very process."""
+"""The simplest transport: a pool of this process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """`Lender`: the serving side of `tcp`, in the worker that owns the pool.
 
-    accept ──► prove the secret (HANDSHAKE_S) ──► welcome ──► a READ at a time ──► its blocks, piece by piece
-                                                     └── idle for IDLE_S, or the worker ends: closed
+    accept ──► authenticate (HANDSHAKE_S) ──► welcome ──► one READ at a time ──► its blocks, piece by piece
+                                                 └── idle for IDLE_S, or the worker stops: closed
 
-A thread a connection, and few of them: each copies one piece, sends it, and copies the next when that has been taken.
+There is one thread per connection, and a bound on connections. A thread copies one piece, sends it, and copies the next
+once that has been received.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 2.0
 IDLE_S = 60.0
 MAX_CONNECTIONS = 32
-_GOODBYE_S = 0.5
+CLOSE_S = 0.5
 
 
 class Lender:
-    """Listens from the start, accepts from `start` on. `told_host` is what readers connect to, if not `host`."""
+    """Listens from the start, accepts connections from `start` on. Readers connect to `advertised_host`, by default
+    `host`."""
 
     def __init__(
         self,
@@ -46,12 +48,12 @@ class Lender:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        told_host: str | None = None,
+        advertised_host: str | None = None,
         idle_s: float = IDLE_S,
         stall_s: float = STALL_S,
         max_connections: int = MAX_CONNECTIONS,
     ):
-        """Raises `OSError` where it cannot listen."""
+        """Raises `OSError` if it cannot listen."""
         self._arena = arena
         self._secret = secret
         self._idle_s = idle_s
@@ -61,11 +63,11 @@ class Lender:
         self._closing = False
         self._serving: dict[threading.Thread, socket.socket] = {}
         self._listener = listen(host, port, backlog=max_connections)
-        self._acceptor = threading.Thread(target=self._accept_for_ever, name="kvrelay-lend", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept_loop, name="kvrelay-lend", daemon=True)
         port = self._listener.getsockname()[1]
         self.export = PoolExport(
             kind="tcp",
-            address={"address": told_host or host, "port": port},
+            address={"address": advertised_host or host, "port": port},
             num_blocks=arena.num_blocks,
             epoch=arena.epoch,
         )
@@ -79,7 +81,7 @@ class Lender:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Accept no more, tell all readers, and wait until nobody looks at the arena any more. Idempotent."""
+        """Stop accepting, notify all readers, and wait until no thread uses the arena. Idempotent."""
         with self._lock:
             self._closing = True
             serving = dict(self._serving)
@@ -88,8 +90,8 @@ class Lender:
             self._acceptor.join()
         self._listener.close()
         for sock in serving.values():
-            shut(sock, socket.SHUT_RD)  # whoever waits for a request says goodbye
-        self._join(serving, _GOODBYE_S)
+            shut(sock, socket.SHUT_RD)  # a thread that waits for a request sends its reader an error
+        self._join(serving, CLOSE_S)
         for sock in serving.values():
             shut(sock, socket.SHUT_RDWR)
         self._join(serving, None)
@@ -99,14 +101,14 @@ class Lender:
         for thread in serving:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
-    def _accept_for_ever(self) -> None:
+    def _accept_loop(self) -> None:
         while not self._closing:
             try:
                 self._begin(self._listener.accept()[0])
             except (OSError, RuntimeError) as error:
                 if not self._closing:
-                    log.warning("a reader could not be accepted: %s", error)
-                    time.sleep(0.1)  # out of descriptors or threads, say
+                    log.warning("accepting a reader failed: %s", error)
+                    time.sleep(0.1)  # for example, out of descriptors or threads
 
     def _begin(self, sock: socket.socket) -> None:
         thread = threading.Thread(target=self._serve, args=(sock,), name="kvrelay-lend-one", daemon=True)
@@ -139,7 +141,7 @@ class Lender:
         channel.deadline = math.inf
 
     def _answer(self, channel: Channel) -> None:
-        """One request, waited for as long as an idle stream may stand."""
+        """Wait for one request, up to `idle_s`, and answer it."""
         blocks, generations = self._next_request(channel)
         pieces = self._pieces(blocks, generations)
         while True:
@@ -163,11 +165,11 @@ class Lender:
         finally:
             channel.stall_s = self._stall_s
         if kind is not FrameKind.READ:
-            raise TransferFailed(f"a read was expected; a frame of kind {kind.name} came")
+            raise TransferFailed(f"expected a read, got a {kind.name} frame")
         return unpack_blocks(payload)
 
     def _pieces(self, blocks: Sequence[int], generations: Sequence[int]) -> Iterator[memoryview]:
-        """The content of these blocks, a few at a time. Errors as `Reader.read`."""
+        """Yield the content of these blocks, a few at a time. Raises what `Reader.read` raises."""
         check_blocks(blocks, self._arena.num_blocks, TransferFailed)
         step = max(1, PIECE_BYTES // self._arena.block_bytes)
         for at in range(0, len(blocks), step):
@@ -176,22 +178,20 @@ class Lender:
             yield self._copy(blocks[at : at + step], generations[at : at + step])
 
     def _copy(self, blocks: Sequence[int], generations: Sequence[int]) -> memoryview:
-        """A copy between two looks at the generations, as any reader makes it."""
+        """Copy these blocks to host memory, between two checks of the generations."""
         check_generations(self._arena.generations, blocks, generations)
         copy = self._bytes(blocks)
         check_generations(self._arena.generations, blocks, generations)
         return copy
 
     def _bytes(self, blocks: Sequence[int]) -> memoryview:
-        """These blocks, one after the other, in the host's memory. NumPy copies where it can: it starts no threads,
-        and the engine has as many as there are cores."""
         rows = self._arena.data.flatten(1).view(torch.uint8)
-        if rows.device.type == "cpu":
+        if rows.device.type == "cpu":  # by NumPy, which starts no threads: the engine has one for each core
             return rows.numpy()[list(blocks)].reshape(-1).data
         return rows[list(blocks)].cpu().reshape(-1).numpy().data
 
     def _closed(self) -> CacheStale:
-        return CacheStale(f"the pool of epoch {self._arena.epoch} has been closed by its owner")
+        return CacheStale(f"the owner has closed the pool of epoch {self._arena.epoch}")
 
 
 def _send_error(channel: Channel, error: KvrelayError) -> None:

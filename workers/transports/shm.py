@@ -1,7 +1,7 @@
 """Between processes of one user on one host: the pool's file under /dev/shm, mapped read-only.
 
-Python 3.11's `SharedMemory` is not used: it registers what it attaches with the resource tracker, which removes the
-owner's memory when a reader exits. Here a reader never unlinks anything.
+Python 3.11's `SharedMemory` registers attached memory with the resource tracker, which removes the owner's memory when
+a reader exits. So it is not used: a reader never unlinks anything.
 """
 
 from __future__ import annotations
@@ -59,20 +59,23 @@ class ShmTransport(Transport):
 
 
 def attach(export: PoolExport, directory: Path) -> Segment:
-    """The file that the export names, if it lies on this host."""
+    """Map the file that the export names, if it is on this host."""
     theirs, ours = text_at(export, "host"), host_id(directory)
     if theirs != ours:
-        raise TransferFailed(f"the pool's memory is on host {theirs}; {directory} here is on {ours}")
+        raise TransferFailed(f"the pool's memory is on host {theirs}; this worker's {directory} is on {ours}")
     return Segment.attach(text_at(export, "name"), directory)
 
 
 def _readonly_tensor(segment: Segment, layout: KVLayout) -> Tensor:
-    """The blocks of a read-only mapping. PyTorch knows no read-only tensor and warns of such a buffer, so the memory is
-    handed over by its address; nothing here writes to it, and the kernel would end a process that did."""
+    """Return the blocks of a read-only mapping as a tensor.
+
+    PyTorch has no read-only tensors and warns of such buffers, so the memory is passed by its address. Nothing here
+    writes to it, and the kernel would kill a process that did.
+    """
     header = segment.header
     memory = np.frombuffer(segment.blocks, np.uint8)
-    kind: Any = type("MappedBlocks", (ctypes.c_ubyte * memory.size,), {})  # unlike its base, it takes attributes
+    kind: Any = type("MappedBlocks", (ctypes.c_ubyte * memory.size,), {})  # unlike its base, it has attributes
     span = kind.from_address(memory.ctypes.data)
-    span.keep_mapped = memory  # the tensor keeps `span`, and so the mapping
+    span.keep_mapped = memory  # the tensor keeps `span`, which keeps the mapping
     flat = torch.frombuffer(span, dtype=torch_dtype(layout.dtype), count=header.num_blocks * layout.block_elements)
     return flat.view(header.num_blocks, *block_shape(layout))

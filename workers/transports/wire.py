@@ -1,15 +1,14 @@
-"""The byte stream between two workers. Both prove that they know the cluster secret, which never travels.
+"""The byte stream between two workers. Both prove that they know the cluster secret, which is never sent.
 
     owner  ──► reader    magic, nonce
     reader ──► owner     magic, nonce, HMAC-SHA256(secret; "proof", both nonces)
     frames, both ways    kind, length │ payload │ code
 
-A frame's code is a keyed BLAKE2b over its number in its direction, its kind, its length and its payload. The keys come
-from the secret and both nonces, one for each direction: a byte that changed on the way, a frame that was left out,
-repeated or moved, and an owner or a reader that does not know the secret are all noticed. What travels can be read by
-whoever listens.
+A frame's code is a keyed BLAKE2b over its number in its direction, its kind, its length and its payload. The keys are
+derived from the secret and both nonces, one for each direction. So a changed byte, a dropped, repeated or moved frame,
+and a side without the secret are detected. The content is not encrypted.
 
-Waiting is bounded twice: each wait for the other side by `stall_s`, all of them by `deadline`.
+Waits are bounded twice: each wait for the other side by `stall_s`, all of them together by `deadline`.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _NUMBER = struct.Struct("<Q")
 
 class FrameKind(IntEnum):
     WELCOME = 1  # owner: what pool this is
-    READ = 2  # reader: blocks and the generations that they should be at
-    BLOCKS = 3  # owner: the content of the next of them
-    FAILED = 4  # owner: an error; no more blocks come
+    READ = 2  # reader: blocks and their expected generations
+    BLOCKS = 3  # owner: the content of the next blocks
+    FAILED = 4  # owner: an error; no more blocks follow
 
 
 class Channel:
-    """One end of a stream that has proved itself, or is about to. Not for two threads at once."""
+    """One end of a stream. `greet` or `answer` authenticates it. Not for two threads at once."""
 
     def __init__(self, sock: socket.socket, *, stall_s: float = STALL_S):
         self.deadline = math.inf  # of `time.monotonic()`
@@ -53,7 +52,7 @@ class Channel:
         self._numbers = {"send": 0, "receive": 0}
 
     def greet(self, secret: str) -> None:
-        """The owner's part. Raises `TransferFailed` for a reader that does not know the secret."""
+        """Authenticate as the owner. Raises `TransferFailed` for a reader that does not know the secret."""
         ours = secrets.token_bytes(NONCE_BYTES)
         self._send(_MAGIC + ours)
         theirs = self._receive_greeting()
@@ -63,7 +62,7 @@ class Channel:
         self._agree(secret, ours + theirs, send=b"owner", receive=b"reader")
 
     def answer(self, secret: str) -> None:
-        """The reader's part. An owner that does not know the secret cannot code its first frame."""
+        """Authenticate as the reader. An owner without the secret cannot code its first frame."""
         theirs = self._receive_greeting()
         ours = secrets.token_bytes(NONCE_BYTES)
         self._send(_MAGIC + ours + _keyed(secret, b"proof", theirs + ours))
@@ -75,20 +74,21 @@ class Channel:
         self._send(payload)
         self._send(self._code("send", head, payload))
 
-    def receive(self, most_bytes: int) -> tuple[FrameKind, memoryview]:
-        """The next frame; its payload stands until the next call. `TransferCorrupted` if it is not what was sent."""
+    def receive(self, max_bytes: int) -> tuple[FrameKind, memoryview]:
+        """Return the next frame. Its payload is valid until the next call. Raises `TransferCorrupted` if it was changed
+        on the way."""
         head = bytes(self._receive_exactly(_FRAME.size))
         kind, num_bytes = _FRAME.unpack(head)
-        if num_bytes > most_bytes:
-            raise TransferCorrupted(f"a frame of {num_bytes} bytes was announced; at most {most_bytes} are expected")
-        whole = self._receive_exactly(num_bytes + _CODE_BYTES)
-        payload, code = whole[:num_bytes], whole[num_bytes:]
+        if num_bytes > max_bytes:
+            raise TransferCorrupted(f"a frame of {num_bytes} bytes was announced; the limit is {max_bytes}")
+        content = self._receive_exactly(num_bytes + _CODE_BYTES)
+        payload, code = content[:num_bytes], content[num_bytes:]
         if not hmac.compare_digest(code, self._code("receive", head, payload)):
-            raise TransferCorrupted(f"a frame of {num_bytes} bytes is not what was sent")
+            raise TransferCorrupted(f"a frame of {num_bytes} bytes was changed on the way")
         return _kind(kind), payload
 
-    def has_news(self) -> bool:
-        """Whether something has arrived that was not asked for, or the other side has ended the stream."""
+    def has_input(self) -> bool:
+        """Return whether data has arrived, or the other side has closed the stream. Never blocks."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -99,7 +99,7 @@ class Channel:
         return True
 
     def interrupt(self) -> None:
-        """End the stream; whoever waits on it, on either side, fails. From any thread."""
+        """End the stream from any thread. Waits on either side fail."""
         shut(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Channel:
 
     def _receive_greeting(self) -> bytes:
         if self._receive_exactly(len(_MAGIC)) != _MAGIC:
-            raise TransferFailed("the other side does not speak this protocol")
+            raise TransferFailed("the other side does not use this protocol")
         return bytes(self._receive_exactly(NONCE_BYTES))
 
     def _agree(self, secret: str, nonces: bytes, *, send: bytes, receive: bytes) -> None:
@@ -129,7 +129,7 @@ class Channel:
             raise self._failure(error) from error
 
     def _receive_exactly(self, num_bytes: int) -> memoryview:
-        """So many bytes, in the channel's own buffer."""
+        """Receive `num_bytes` into the channel's own buffer."""
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)
         whole = memoryview(self._buffer)[:num_bytes]
@@ -145,26 +145,26 @@ class Channel:
         except OSError as error:
             raise self._failure(error) from error
         if not num_bytes:
-            raise TransferFailed("the other side has ended the stream")
+            raise TransferFailed("the other side has closed the stream")
         return num_bytes
 
     def _arm(self) -> None:
-        """How long the next call may wait."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded("the deadline passed while a stream of blocks was read")
-        self._socket.settimeout(min(left_s, self.stall_s))
+        """Set the timeout of the next call."""
+        remaining_s = self.deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the deadline passed while reading a stream of blocks")
+        self._socket.settimeout(min(remaining_s, self.stall_s))
 
     def _failure(self, error: OSError) -> TransferFailed | DeadlineExceeded:
         if not isinstance(error, TimeoutError):
-            return TransferFailed(f"the stream broke off: {error.strerror or error}")
+            return TransferFailed(f"the stream broke: {error.strerror or error}")
         if time.monotonic() >= self.deadline:
-            return DeadlineExceeded("the deadline passed while a stream of blocks was read")
-        return TransferFailed(f"nothing moved on the stream for {self.stall_s:g} s")
+            return DeadlineExceeded("the deadline passed while reading a stream of blocks")
+        return TransferFailed(f"the stream stalled for {self.stall_s:g} s")
 
 
 def shut(sock: socket.socket, how: int) -> None:
-    """Shut a socket down, if it is not down already."""
+    """Shut a socket down, unless it is already."""
     try:
         sock.shutdown(how)
     except OSError:
@@ -175,7 +175,7 @@ def _kind(number: int) -> FrameKind:
     try:
         return FrameKind(number)
     except ValueError as error:
-        raise TransferFailed(f"a frame of unknown kind {number} came") from error
+        raise TransferFailed(f"received a frame of unknown kind {number}") from error
 
 
 def _keyed(secret: str, purpose: bytes, nonces: bytes) -> bytes:

@@ -125,9 +125,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [90, 97])  # 97 is not divisible among 3 threads
 @pytest.mark.usefixtures("num_threads")
-def test_rowwise_product_in_blocks_matches_plain_layer(
-    size: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rowwise_product_in_blocks_matches_plain_layer(size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.engines.transformers.forward.BLOCK_BYTES", 4000)
     plain = torch.nn.Linear(32, size, bias=bias)
     layers = torch.nn.Sequential(plain)

@@ -50,9 +50,7 @@ async def generate_ids(sequence: TokenSequence, num_tokens: int, sampling: Sampl
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK_TOKENS, CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS - 5])
-async def test_chunked_prefill_equals_one_pass(
-    engine: Engine, reference: LlamaForCausalLM, num_tokens: int
-) -> None:
+async def test_chunked_prefill_equals_one_pass(engine: Engine, reference: LlamaForCausalLM, num_tokens: int) -> None:
     ids = random_tokens(num_tokens)
     async with engine.sequence(CLAIM, num_tokens) as sequence:
         await sequence.prefill(ids)
@@ -61,9 +59,7 @@ async def test_chunked_prefill_equals_one_pass(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
-async def test_greedy_tokens_match_generate(
-    engine: Engine, reference: LlamaForCausalLM, num_tokens: int
-) -> None:
+async def test_greedy_tokens_match_generate(engine: Engine, reference: LlamaForCausalLM, num_tokens: int) -> None:
     prompt = random_tokens(num_tokens, seed=3)
     expected = greedy(reference, prompt, 24)
     async with engine.sequence(CLAIM, num_tokens + 24) as sequence:
@@ -203,9 +199,7 @@ async def test_tiny_temperature_is_greedy(engine: Engine, reference: LlamaForCau
         assert await generate_ids(sequence, 8, Sampling(temperature=1e-40)) == greedy(reference, prompt, 8)
 
 
-async def test_failing_answer_does_not_end_others(
-    engine: Engine, reference: LlamaForCausalLM
-) -> None:
+async def test_failing_answer_does_not_end_others(engine: Engine, reference: LlamaForCausalLM) -> None:
     prompts = [random_tokens(n, seed=n) for n in (10, 30)]
     async with engine.sequence(CLAIM, 64) as good, engine.sequence(CLAIM, 64) as bad:
         await good.prefill(prompts[0])

@@ -1,4 +1,4 @@
-"""A pair of workers without models: pools, a mapper with random weights, an engine whose native KV is a formula."""
+"""A pair of workers without models: pools, a mapper with random weights, an engine whose native KV is random."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def card(name: str, fingerprint: str, layout: KVLayout) -> ModelCard:
 
 
 def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> Mapper:
-    """Target layer i from source layers i - 1 and i, keys and values apart."""
+    """Make target layer i from source layers i - 1 and i, separately for keys and values."""
     last = SOURCE_LAYOUT.num_layers - 1
     below = [(min(max(i - 1, 0), last - 1), min(max(i, 1), last)) for i in range(TARGET_LAYOUT.num_layers)]
     specs = [
@@ -79,16 +79,16 @@ def random_mapper(seed: int = 0, source: str = SOURCE, target: str = TARGET) -> 
 
 
 def mapper_of(specs: Sequence[LayerSpec], source: ModelCard, target: ModelCard, seed: int) -> Mapper:
-    """Of such layers, with random weights."""
+    """Build a mapper of these layers with random weights."""
     weights = {}
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for layer, spec in enumerate(specs):
         for kind in KINDS:
             output = spec.of(kind)
             if output.method != COPY:
                 shape = (len(output.blocks) * source.geometry.width, target.geometry.width)
-                weights[weight_name(layer, kind, "weight")] = torch.randn(shape, generator=made) / 4
-                weights[weight_name(layer, kind, "bias")] = torch.randn(shape[1], generator=made)
+                weights[weight_name(layer, kind, "weight")] = torch.randn(shape, generator=generator) / 4
+                weights[weight_name(layer, kind, "bias")] = torch.randn(shape[1], generator=generator)
     for role, model in (("source", source), ("target", target)):
         weights[probe_name(role)] = Rope.from_config(model.config).probe()
     manifest = Manifest(
@@ -105,22 +105,22 @@ def mapper_of(specs: Sequence[LayerSpec], source: ModelCard, target: ModelCard, 
     return Mapper(manifest, weights)
 
 
-class HeldMapper(Mapper):
-    """A mapper that is in the middle of a chunk until it may go on."""
+class BlockingMapper(Mapper):
+    """A mapper that blocks in a chunk until `released` is set."""
 
     def __init__(self, like: Mapper | None = None) -> None:
         like = like or random_mapper()
         super().__init__(like.manifest, like.weights)
-        self.started, self.go_on = threading.Event(), threading.Event()
+        self.started, self.released = threading.Event(), threading.Event()
 
     def map_together(self, chunk: KVChunk, sink: TogetherSink, *, copies: bool = True) -> None:
         self.started.set()
-        self.go_on.wait(10)
+        self.released.wait(10)
         super().map_together(chunk, sink, copies=copies)
 
 
 class BrokenMapper(Mapper):
-    """A mapper with a bug, or without memory."""
+    """A mapper that raises."""
 
     def __init__(self) -> None:
         like = random_mapper()
@@ -131,19 +131,19 @@ class BrokenMapper(Mapper):
 
 
 def native_kv(token_ids: Sequence[int]) -> KVCache:
-    """What the target's engine computes for these tokens."""
+    """Return the KV that the target's engine computes for these tokens."""
     return random_kv(0, len(token_ids), seed=1000 + sum(token_ids), layout=TARGET_LAYOUT)
 
 
 def make_pool(
-    layout: KVLayout, fingerprint: str = TARGET, *, kind: str = "inproc", num_blocks: int = NUM_BLOCKS, **more: Any
+    layout: KVLayout, fingerprint: str = TARGET, *, kind: str = "inproc", num_blocks: int = NUM_BLOCKS, **options: Any
 ) -> Pool:
     budget = num_blocks * block_bytes(layout)
-    return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), fingerprint, **more)
+    return Pool(create_arena(kind, layout, budget, worker="test-handoff", epoch=new_epoch()), fingerprint, **options)
 
 
 class LocalPeer(TicketIssuer):
-    """A peer in this process: a pool, by the calls that a handoff makes."""
+    """A peer in this process: a pool with the calls that a handoff makes."""
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
         return self.ticket(self.pool.lease(cache_id, request.tenant_salt, ttl_s=request.ttl_s))
@@ -157,10 +157,10 @@ class LocalPeer(TicketIssuer):
 
 @dataclass
 class Pair:
-    """A source worker with its tickets, and the receiving side of a target worker."""
+    """A source worker and the receiving side of a target worker."""
 
     source: Pool
-    office: LocalPeer
+    local_peer: LocalPeer
     target: HandoffTarget
     compute: Compute
     handoffs: Handoffs = field(init=False)
@@ -169,23 +169,23 @@ class Pair:
         self.handoffs = Handoffs(self.target)
 
     def adjust(self, **changes: Any) -> None:
-        """The same target with other parts."""
+        """Replace parts of the target."""
         self.target = replace(self.target, **changes)
         self.handoffs = Handoffs(self.target)
 
-    def before_steps(self, happen: Callable[[int], object]) -> None:
-        """`happen(i)` is called before the i-th compute step of the target."""
+    def before_steps(self, callback: Callable[[int], object]) -> None:
+        """Call `callback(i)` before the i-th compute step of the target."""
         count = iter(range(1_000_000))
 
         async def run_step(step: Callable[[], Any]) -> Any:
-            happen(next(count))
+            callback(next(count))
             return await self.compute.run(step)
 
         self.adjust(run_step=run_step)
 
     @property
     def num_used(self) -> int:
-        """Blocks of the target's pool that are taken."""
+        """Number of used blocks of the target's pool."""
         return self.target.pool.stats.used_blocks
 
     def source_cache(self, num_tokens: int, *, seed: int = 0, ttl_s: float = 600) -> CacheEntry:
@@ -231,27 +231,27 @@ def request(entry: CacheEntry, **changes: Any) -> TransferRequest:
 
 
 class ForgingPeer:
-    """A peer whose tickets are not what they should be: each field in `changes` replaces the ticket's."""
+    """A peer with forged tickets: each field in `changes` replaces the ticket's."""
 
-    def __init__(self, office: LocalPeer, **changes: Any):
-        self._office, self._changes = office, changes
+    def __init__(self, local_peer: LocalPeer, **changes: Any):
+        self._inner, self._changes = local_peer, changes
         self.num_leased = self.num_released = 0
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
         self.num_leased += 1
-        ticket = await self._office.lease(cache_id, request, timeout_s=timeout_s)
+        ticket = await self._inner.lease(cache_id, request, timeout_s=timeout_s)
         return ticket.model_copy(update=self._changes)
 
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
         self.num_released += 1
-        await self._office.release(cache_id, lease_id, timeout_s=timeout_s)
+        await self._inner.release(cache_id, lease_id, timeout_s=timeout_s)
 
     async def drop(self, cache_id: str, *, timeout_s: float = 2.0) -> None:
-        await self._office.drop(cache_id, timeout_s=timeout_s)
+        await self._inner.drop(cache_id, timeout_s=timeout_s)
 
 
 class RemotePeer:
-    """A peer in a process of its own, asked for its tickets directly."""
+    """A peer in another process, which issues tickets directly."""
 
     def __init__(self, owner: RemoteOwner):
         self._owner = owner
@@ -267,17 +267,17 @@ class RemotePeer:
 
 
 class FrozenPeer:
-    """A peer that stops answering, from its first call on or once it has given a ticket."""
+    """A peer that stops answering, from its first call on or after a lease."""
 
-    def __init__(self, office: LocalPeer, *, after_lease: bool):
-        self._office, self._after_lease = office, after_lease
+    def __init__(self, local_peer: LocalPeer, *, after_lease: bool):
+        self._inner, self._after_lease = local_peer, after_lease
         self.num_releasing = 0
 
     async def lease(self, cache_id: str, request: LeaseRequest, *, timeout_s: float) -> Ticket:
         if self._after_lease:
-            return await self._office.lease(cache_id, request, timeout_s=timeout_s)
+            return await self._inner.lease(cache_id, request, timeout_s=timeout_s)
         await asyncio.Event().wait()
-        raise AssertionError("frozen for ever")
+        raise AssertionError("unreachable")
 
     async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
         self.num_releasing += 1
@@ -290,9 +290,9 @@ class FrozenPeer:
         await asyncio.Event().wait()
 
 
-async def until(true: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Wait for something that another thread or task brings about."""
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Wait for a condition that another thread or task fulfils."""
     end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"waited {timeout_s} s in vain: {what}"
+    while not condition():
+        assert time.monotonic() < end, f"timed out after {timeout_s} s: {what}"
         await asyncio.sleep(0.002)

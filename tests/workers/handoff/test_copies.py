@@ -1,4 +1,4 @@
-"""Layers that are copies go from the source's blocks to ours; what the rest is made of is read where it lies."""
+"""Copied layers go from block to block; the mapper reads the other layers from the source's blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.workers.handoff.support import (
     CHUNK_TOKENS,
     SOURCE,
     TARGET,
-    HeldMapper,
+    BlockingMapper,
     LocalPeer,
     Pair,
     card,
@@ -41,21 +41,21 @@ NUM, HEAD = 70, 3
 ALL_KINDS = ["inproc", "shm", "tcp"]
 
 
-def copy_of(keys: int, values: int) -> LayerSpec:
+def copy_spec(keys: int, values: int) -> LayerSpec:
     return LayerSpec(
         keys=OutputSpec(method="copy", key_layers=(keys,)), values=OutputSpec(method="copy", value_layers=(values,))
     )
 
 
 def copying_mapper() -> Mapper:
-    """Runs of copies and single ones, keys and values of one source layer or of two, and layers that are made."""
+    """Mix runs of copied layers and single ones, keys and values of one source layer or two, and mapped layers."""
     ridge = OutputSpec(method="ridge", key_layers=(0, 2), value_layers=(3,))
     specs = [
-        copy_of(0, 0),
-        copy_of(1, 1),
+        copy_spec(0, 0),
+        copy_spec(1, 1),
         LayerSpec(keys=ridge, values=ridge),
-        copy_of(3, 2),
-        copy_of(3, 3),
+        copy_spec(3, 2),
+        copy_spec(3, 3),
         LayerSpec(keys=OutputSpec(method="copy", key_layers=(2,)), values=ridge),
     ]
     return mapper_of(specs, card("small", SOURCE, SOURCE_LAYOUT), card("large", TARGET, TARGET_LAYOUT), seed=3)
@@ -63,7 +63,7 @@ def copying_mapper() -> Mapper:
 
 @contextmanager
 def pair_over(kind: str, layout: KVLayout = SOURCE_LAYOUT) -> Iterator[Pair]:
-    """A pair whose source is read by this transport only."""
+    """Yield a pair whose source is read by this transport only."""
     pair = make_pair("shm" if kind == "shm" else "inproc", target_layout=TARGET_LAYOUT, layout=layout)
     mapper = copying_mapper()
     pair.adjust(
@@ -75,7 +75,7 @@ def pair_over(kind: str, layout: KVLayout = SOURCE_LAYOUT) -> Iterator[Pair]:
             lender = Lender(pair.source.arena, SECRET)
             held.callback(lender.close)
             lender.start()
-            pair.office = LocalPeer(pair.source, "small", (lender.export,))
+            pair.local_peer = LocalPeer(pair.source, "small", (lender.export,))
         yield pair
 
 
@@ -84,7 +84,7 @@ async def head_of(token_ids: Any, salt: str) -> KVCache:
 
 
 def scatter_free_blocks(pool: Pool, held: ExitStack) -> None:
-    """From now on no two blocks that the pool gives stand in a row, as far as it can."""
+    """Hold every second block, so that newly allocated blocks are not contiguous."""
     for index, hold in enumerate([pool.allocate(1) for _ in range(pool.stats.num_blocks)]):
         if index % 2:
             hold.release()
@@ -94,13 +94,13 @@ def scatter_free_blocks(pool: Pool, held: ExitStack) -> None:
 
 async def handed_over(pair: Pair) -> KVCache:
     entry = pair.source_cache(NUM)
-    reply = await pair.handoffs.transfer(request(entry, native_head=HEAD), peer=pair.office)
+    reply = await pair.handoffs.transfer(request(entry, native_head=HEAD), peer=pair.local_peer)
     with pair.target.pool.hold(reply.cache_id, SALT) as held:
         return pair.target.pool.gather(held.blocks, HEAD, NUM)
 
 
-def mapped_apart(pair: Pair) -> KVCache:
-    """The same from one whole cache, without pools: chunk by chunk, since a product's last bits depend on its rows."""
+def mapped_offline(pair: Pair) -> KVCache:
+    """Map the whole cache without pools: chunk by chunk, since a product's last bits depend on its number of rows."""
     source = random_kv(0, NUM, layout=pair.source.layout)
     if pair.source.layout.dtype == "float16":
         source = KVCache(tuple(k.half() for k in source.keys), tuple(v.half() for v in source.values))
@@ -113,53 +113,53 @@ def mapped_apart(pair: Pair) -> KVCache:
     ("changes", "scattered"),
     [({}, False), ({}, True), ({"block_tokens": 4}, True), ({"block_tokens": 12}, False), ({"dtype": "float16"}, True)],
 )
-async def test_what_arrives_is_to_the_bit_what_the_map_makes(
+async def test_handed_over_kv_is_bitwise_what_the_mapper_makes(
     kind: str, changes: dict[str, Any], scattered: bool
 ) -> None:
     with pair_over(kind, SOURCE_LAYOUT.model_copy(update=changes)) as pair, ExitStack() as held:
         for pool in (pair.source, pair.target.pool) if scattered else ():
             scatter_free_blocks(pool, held)
-        found, expected = await handed_over(pair), mapped_apart(pair)
+        found, expected = await handed_over(pair), mapped_offline(pair)
         for mine, theirs in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
             assert torch.equal(mine, theirs)
         await pair.handoffs.aclose()
 
 
 @pytest.mark.parametrize("kind", ["inproc", "shm"])
-async def test_a_source_that_changes_while_a_chunk_is_mapped_leaves_no_cache(kind: str) -> None:
-    """The map reads blocks where they lie: what it made of torn ones is given up with them."""
+async def test_source_changed_during_mapping_leaves_no_cache(kind: str) -> None:
+    """The mapper reads blocks in place: what it made of torn blocks is discarded."""
     with pair_over(kind) as pair:
-        mapper = HeldMapper(copying_mapper())
+        mapper = BlockingMapper(copying_mapper())
         pair.adjust(mappers=lambda: [mapper])
         entry = pair.source_cache(NUM)
-        moving = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.office))
+        handoff = asyncio.create_task(pair.handoffs.transfer(request(entry), peer=pair.local_peer))
         await until(mapper.started.is_set, "the first chunk")
         with pair.source.arena.writing(entry.blocks[1:2]):
             pair.source.arena.data[entry.blocks[1]].fill_(torch.nan)
-        mapper.go_on.set()
+        mapper.released.set()
         with pytest.raises(CacheStale, match=f"block {entry.blocks[1]} is at generation"):
-            await moving
+            await handoff
         await pair.handoffs.aclose()
         assert pair.num_used == pair.target.pool.stats.num_caches == pair.source.stats.num_leases == 0
 
 
-async def test_blocks_that_lie_here_take_no_room_for_a_copy() -> None:
+async def test_memory_transports_need_no_copy_buffer() -> None:
     scratch = {}
     for kind in ALL_KINDS:
         with pair_over(kind) as pair:
-            reply = await pair.handoffs.transfer(request(pair.source_cache(NUM)), peer=pair.office)
+            reply = await pair.handoffs.transfer(request(pair.source_cache(NUM)), peer=pair.local_peer)
             scratch[kind] = reply.scratch_bytes
             await pair.handoffs.aclose()
     chunk_bytes = CHUNK_TOKENS // SOURCE_LAYOUT.block_tokens * block_bytes(SOURCE_LAYOUT)
     assert scratch["inproc"] == scratch["shm"] == scratch["tcp"] - chunk_bytes
 
 
-async def test_behind_the_last_token_stands_nothing_of_whoever_had_the_block() -> None:
+async def test_block_is_zero_after_last_token() -> None:
     with pair_over("inproc") as pair:
         pool = pair.target.pool
         num_tokens = pool.stats.num_blocks * TARGET_LAYOUT.block_tokens
         pool.store(range(num_tokens), random_kv(0, num_tokens, layout=TARGET_LAYOUT), SALT, ttl_s=60)
-        reply = await pair.handoffs.transfer(request(pair.source_cache(NUM)), peer=pair.office)
+        reply = await pair.handoffs.transfer(request(pair.source_cache(NUM)), peer=pair.local_peer)
         with pool.hold(reply.cache_id, SALT) as held:
             assert not pool.arena.data[held.blocks[-1], :, :, NUM % TARGET_LAYOUT.block_tokens :].any()
         await pair.handoffs.aclose()

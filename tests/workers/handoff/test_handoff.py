@@ -32,7 +32,7 @@ def handed_over(pair: Pair, reply: TransferReply) -> KVCache:
 
 
 def offline(num_tokens: int, head: int, source: KVCache) -> KVCache:
-    """The same cache without pools, chunks and blocks."""
+    """Make the same cache without pools, chunks and blocks."""
     mapped = random_mapper().map(source.slice(head, num_tokens))
     return KVCache.concatenate([native_kv(range(head)), mapped]) if head else mapped
 
@@ -43,26 +43,26 @@ def num_mappings(name: str, mode: str) -> int:
 
 @pytest.mark.parametrize("kind", ["inproc", "shm"])
 @pytest.mark.parametrize(
-    ("stored", "asked", "head"), [(50, None, 4), (50, 41, 4), (17, 16, 0), (33, 33, 20), (9, 8, 7)]
+    ("stored", "requested", "head"), [(50, None, 4), (50, 41, 4), (17, 16, 0), (33, 33, 20), (9, 8, 7)]
 )
-async def test_what_arrives_is_the_offline_replay(kind: str, stored: int, asked: int | None, head: int) -> None:
+async def test_handed_over_kv_equals_offline_replay(kind: str, stored: int, requested: int | None, head: int) -> None:
     pair = make_pair(kind)
     entry = pair.source_cache(stored)
-    reply = await pair.handoffs.transfer(request(entry, num_tokens=asked, native_head=head), peer=pair.office)
-    num_tokens = asked or stored
+    reply = await pair.handoffs.transfer(request(entry, num_tokens=requested, native_head=head), peer=pair.local_peer)
+    num_tokens = requested or stored
     expected = offline(num_tokens, head, random_kv(0, stored))
     found = handed_over(pair, reply)
     assert found.num_tokens == reply.num_tokens == num_tokens
     for a, b in zip(found.keys + found.values, expected.keys + expected.values, strict=True):
-        # Chunks and whole are multiplied in other orders: a few units in the last place of sums of 32 products.
+        # Chunks and whole caches sum in other orders: a few units in the last place of sums of 32 products.
         assert (a - b).abs().max() < 1e-5
     await pair.handoffs.aclose()
     pair.close()
 
 
-async def test_the_reply_says_what_was_done(pair: Pair) -> None:
+async def test_reply_describes_the_handoff(pair: Pair) -> None:
     entry = pair.source_cache(50)
-    reply = await pair.handoffs.transfer(request(entry, num_tokens=40, ttl_s=77), peer=pair.office)
+    reply = await pair.handoffs.transfer(request(entry, num_tokens=40, ttl_s=77), peer=pair.local_peer)
     cache = pair.target.pool.get(reply.cache_id, SALT)
     assert reply.digest == cache.digest == token_digest(range(40), SALT)
     assert reply.provenance == cache.provenance == f"mapped:{reply.mapper}"
@@ -74,15 +74,15 @@ async def test_the_reply_says_what_was_done(pair: Pair) -> None:
     assert all(part > 0 for part in parts) and sum(parts) <= reply.total_ms
 
 
-async def test_what_a_handoff_takes_beside_the_pools_does_not_grow_with_its_length(pair: Pair) -> None:
-    replies = [await pair.handoffs.transfer(request(pair.source_cache(n)), peer=pair.office) for n in (60, 200)]
+async def test_scratch_memory_is_independent_of_length(pair: Pair) -> None:
+    replies = [await pair.handoffs.transfer(request(pair.source_cache(n)), peer=pair.local_peer) for n in (60, 200)]
     scratch = [reply.scratch_bytes for reply in replies]
     assert scratch[0] == scratch[1] > 0
 
 
-async def test_the_new_cache_is_mapped_and_never_found_as_exact(pair: Pair) -> None:
+async def test_new_cache_is_mapped_and_not_exact(pair: Pair) -> None:
     entry = pair.source_cache(48)
-    reply = await pair.handoffs.transfer(request(entry), peer=pair.office)
+    reply = await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
     pool = pair.target.pool
     cache = pool.get(reply.cache_id, SALT)
     assert cache.mapped == Span(4, 48)
@@ -91,41 +91,41 @@ async def test_the_new_cache_is_mapped_and_never_found_as_exact(pair: Pair) -> N
         pool.get(reply.cache_id, SALT, require_exact=True)
 
 
-async def test_the_lease_is_given_back(pair: Pair) -> None:
+async def test_lease_is_released(pair: Pair) -> None:
     entry = pair.source_cache(48)
-    await pair.handoffs.transfer(request(entry), peer=pair.office)
+    await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
     await until(lambda: pair.source.stats.num_leases == 0, "the lease's end")
 
 
-async def test_the_source_is_pinned_until_the_last_chunk(pair: Pair) -> None:
+async def test_source_is_leased_until_last_chunk(pair: Pair) -> None:
     entry = pair.source_cache(48)
-    seen: list[int] = []
-    pair.before_steps(lambda i: seen.append(pair.source.stats.num_leases))
-    await pair.handoffs.transfer(request(entry), peer=pair.office)
-    assert set(seen) == {1}
+    counts: list[int] = []
+    pair.before_steps(lambda i: counts.append(pair.source.stats.num_leases))
+    await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
+    assert set(counts) == {1}
 
 
-async def test_a_cache_that_is_dropped_while_leased_still_arrives(pair: Pair) -> None:
-    """Only its lease holds it: evicted, expired or deleted caches go on being read rightly."""
+async def test_cache_dropped_while_leased_is_handed_over(pair: Pair) -> None:
+    """The lease alone keeps the blocks of an evicted, expired or deleted cache."""
     entry = pair.source_cache(48)
     pair.before_steps(lambda i: pair.source.drop(entry.cache_id, SALT) if i == 3 else None)
-    reply = await pair.handoffs.transfer(request(entry), peer=pair.office)
+    reply = await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
     expected = offline(48, 4, random_kv(0, 48))
     assert (handed_over(pair, reply).keys[2] - expected.keys[2]).abs().max() < 1e-5
     await until(lambda: pair.source.stats.free_blocks == pair.source.stats.num_blocks, "the source's blocks")
 
 
 @pytest.mark.slow
-async def test_a_source_that_is_killed_meanwhile_leaves_what_it_had_written(pair: Pair) -> None:
-    """Memory that is mapped stays, and its owner writes no more: what is read is right, or it is stale."""
+async def test_source_killed_during_handoff_leaves_readable_memory(pair: Pair) -> None:
+    """Mapped memory outlives its owner, which writes no more: reads are correct or stale."""
     owner = RemoteOwner("shm", num_blocks=64)
     try:
         ticket = owner.ticket(200, seed=6)
         pair.before_steps(lambda i: owner.kill() if i == 5 else None)
-        wanted = TransferRequest(
+        transfer = TransferRequest(
             cache_id=ticket.cache_id, source_worker="small-0", tenant_salt=SALT, deadline_ms=60_000
         )
-        reply = await pair.handoffs.transfer(wanted, peer=RemotePeer(owner))
+        reply = await pair.handoffs.transfer(transfer, peer=RemotePeer(owner))
     finally:
         owner.kill()
         reclaim_dead_segments()
@@ -136,7 +136,7 @@ async def test_a_source_that_is_killed_meanwhile_leaves_what_it_had_written(pair
     await pair.handoffs.aclose()
 
 
-async def test_others_compute_between_the_chunks(pair: Pair) -> None:
+async def test_other_steps_run_between_chunks(pair: Pair) -> None:
     entry = pair.source_cache(100)
     order: list[str] = []
 
@@ -145,24 +145,24 @@ async def test_others_compute_between_the_chunks(pair: Pair) -> None:
         pair.compute.submit(lambda: order.append("decode"))
 
     pair.before_steps(other)
-    await pair.handoffs.transfer(request(entry), peer=pair.office)
+    await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
     await pair.compute.run(lambda: None)
-    assert order.count("chunk") == 2 + 7  # room, head; 100 tokens in chunks of 16
+    assert order.count("chunk") == 2 + 7  # allocation, head; 100 tokens in chunks of 16
     assert all(a != b for a, b in zip(order, order[1:], strict=False))
 
 
-async def test_the_sources_pool_is_opened_once() -> None:
+async def test_source_pool_is_opened_once() -> None:
     pair = make_pair("shm")
     for seed in (0, 500):
-        await pair.handoffs.transfer(request(pair.source_cache(40, seed=seed)), peer=pair.office)
+        await pair.handoffs.transfer(request(pair.source_cache(40, seed=seed)), peer=pair.local_peer)
     assert num_mappings(str(pair.source.export().address["name"]), "r--s") == 1
     await pair.handoffs.aclose()
     pair.close()
 
 
-async def test_a_source_in_half_precision_is_mapped_in_single() -> None:
+async def test_half_precision_source_is_mapped_to_float32() -> None:
     pair = make_pair(layout=SOURCE_LAYOUT.model_copy(update={"dtype": "float16"}))
-    reply = await pair.handoffs.transfer(request(pair.source_cache(40)), peer=pair.office)
+    reply = await pair.handoffs.transfer(request(pair.source_cache(40)), peer=pair.local_peer)
     whole = random_kv(0, 40)
     half = KVCache(tuple(k.half().float() for k in whole.keys), tuple(v.half().float() for v in whole.values))
     expected = offline(40, 4, half)
@@ -182,5 +182,5 @@ async def test_a_source_in_half_precision_is_mapped_in_single() -> None:
         (20, 32, [(20, 32)]),
     ],
 )
-def test_chunks_are_cut_where_blocks_end(begin: int, end: int, cut: list[tuple[int, int]]) -> None:
+def test_chunks_are_cut_at_multiples(begin: int, end: int, cut: list[tuple[int, int]]) -> None:
     assert chunks(begin, end, 16) == cut

@@ -304,9 +304,7 @@ def test_reader_exit_keeps_file(segment: Segment, tmp_path: Path) -> None:
     Segment.attach(segment.name, tmp_path).close()
 
 
-def test_file_reclaimed_before_lock_is_created_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_reclaimed_before_lock_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its creation and the lock, the file looks like a dead owner's."""
     flock, reclaimed = fcntl.flock, list[list[str]]()
 
@@ -322,9 +320,7 @@ def test_file_reclaimed_before_lock_is_created_again(
     segment.close()
 
 
-def test_reader_checking_owner_does_not_block_reclaim(
-    owner: tuple[subprocess.Popen[str], str], tmp_path: Path
-) -> None:
+def test_reader_checking_owner_does_not_block_reclaim(owner: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     process, name = owner
     process.kill()
     process.wait()

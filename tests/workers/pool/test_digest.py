@@ -66,9 +66,7 @@ def test_digest_depends_on_length() -> None:
 
 
 @given(tokens, st.sampled_from([1, 4, 16]))
-def test_block_chain_has_key_per_full_block_and_shares_prefixes(
-    ids: list[int], block_tokens: int
-) -> None:
+def test_block_chain_has_key_per_full_block_and_shares_prefixes(ids: list[int], block_tokens: int) -> None:
     identity = identity_of(layout=LAYOUT.model_copy(update={"block_tokens": block_tokens}))
     keys = block_chain(ids, identity)
     assert len(keys) == len(ids) // block_tokens

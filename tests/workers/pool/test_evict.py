@@ -52,9 +52,7 @@ entries_of = st.lists(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, uniqu
 
 
 @given(entries_of, st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3), st.integers(0, NUM_BLOCKS))
-def test_victims_free_enough_and_none_is_superfluous(
-    blocks: list[list[int]], others: list[int], needed: int
-) -> None:
+def test_victims_free_enough_and_none_is_superfluous(blocks: list[list[int]], others: list[int], needed: int) -> None:
     entries = [cache(str(i), *owned) for i, owned in enumerate(blocks)]
     chosen = choose_victims(entries, users(entries, *others), needed)
     used = {block for owned in blocks for block in owned}

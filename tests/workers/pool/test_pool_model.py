@@ -214,18 +214,14 @@ class PoolModel(RuleBasedStateMachine):
         with self.pool.match_prefix(ids, SALT) as match:
             assert match.num_tokens >= max(known, default=0)
             if match.num_tokens:
-                assert_same(
-                    self.pool.gather(match.blocks, 0, match.num_tokens), content(pattern, 0, match.num_tokens)
-                )
+                assert_same(self.pool.gather(match.blocks, 0, match.num_tokens), content(pattern, 0, match.num_tokens))
 
     @invariant()
     def caches_and_leases_read_back(self) -> None:
         self.expire()
         self.pool.sweep()
         for entry, pattern in self.caches.values():
-            assert_same(
-                self.pool.gather(entry.blocks, 0, entry.num_tokens), content(pattern, 0, entry.num_tokens)
-            )
+            assert_same(self.pool.gather(entry.blocks, 0, entry.num_tokens), content(pattern, 0, entry.num_tokens))
         for lease, pattern in self.leases.values():
             assert tuple(self.pool.arena.generations_of(lease.entry.blocks)) == lease.generations
             assert_same(

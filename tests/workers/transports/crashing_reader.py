@@ -1,6 +1,6 @@
-"""A reader in a process of its own that opens pools, reads, says so, and then stays until it is killed.
+"""A reader process that opens pools, reads, reports it, and then waits to be killed.
 
-    python -m tests.workers.transports.crashing_reader SECRET < one JSON ticket a line
+python -m tests.workers.transports.crashing_reader SECRET < one JSON ticket per line
 """
 
 from __future__ import annotations

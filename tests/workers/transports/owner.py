@@ -1,6 +1,7 @@
-"""A pool's owner for the tests of its readers: in this process (`LocalOwner`) or in one of its own (`RemoteOwner`).
+"""A pool's owner for the tests of its readers: in this process (`LocalOwner`) or in another one (`RemoteOwner`).
 
-Run as a program it is the other process: one JSON command a line in, one reply a line out."""
+As a program it is that other process: it reads one JSON command per line and writes one reply per line.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SECRET = "a cluster secret of these tests"
 
 
 class LocalOwner:
-    """Of kind `tcp` it is plain memory, and a lender before it."""
+    """Kind `tcp` is plain memory behind a lender."""
 
     def __init__(self, kind: str, *, num_blocks: int = 16, layout: KVLayout = LAYOUT, directory: Path = SHM):
         budget = num_blocks * block_bytes(layout)
@@ -45,30 +46,30 @@ class LocalOwner:
         self.lender = Lender(self.pool.arena, SECRET) if kind == "tcp" else None
         if self.lender is not None:
             self.lender.start()
-        self._office = TicketIssuer(self.pool, "small")
+        self._tickets = TicketIssuer(self.pool, "small")
         self._layout = layout
 
     def ticket(self, num_tokens: int, seed: int = 0) -> Ticket:
-        """A new cache of `random_kv(0, num_tokens, seed)`, leased."""
+        """Store and lease a new cache of `random_kv(0, num_tokens, seed)`."""
         ids, kv = range(num_tokens), random_kv(0, num_tokens, seed, self._layout)
         entry = self.pool.store(ids, kv, SALT, ttl_s=600)
         return self.ticket_for(entry.cache_id, ttl_s=600)
 
     def ticket_for(self, cache_id: str, ttl_s: float) -> Ticket:
-        """Another lease of it."""
-        ticket = self._office.ticket(self.pool.lease(cache_id, SALT, ttl_s=ttl_s))
+        """Lease the cache once more."""
+        ticket = self._tickets.ticket(self.pool.lease(cache_id, SALT, ttl_s=ttl_s))
         return ticket.model_copy(update={"pool": self.lender.export}) if self.lender else ticket
 
     def free(self, ticket: Ticket) -> None:
-        """As when the cache is dropped and its lease has expired."""
+        """Drop the cache and end its lease."""
         self.pool.drop(ticket.cache_id, SALT)
         self.pool.release(ticket.cache_id, ticket.lease_id)
 
     def mark_writing(self, block: int) -> None:
         self.pool.arena.open([block])
 
-    def rewrite_for_ever(self, block: int) -> None:
-        """Write the block again and again, each time with one number throughout."""
+    def rewrite_forever(self, block: int) -> None:
+        """Rewrite the block again and again, filled with one number each time."""
 
         def rewrite() -> None:
             for value in range(1_000_000):
@@ -104,8 +105,8 @@ class RemoteOwner:
     def mark_writing(self, block: int) -> None:
         self._ask("mark_writing", block)
 
-    def rewrite_for_ever(self, block: int) -> None:
-        self._ask("rewrite_for_ever", block)
+    def rewrite_forever(self, block: int) -> None:
+        self._ask("rewrite_forever", block)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -1,4 +1,4 @@
-"""`Tap`: a wire between a reader and a lender that can be listened to, and that fails where it is told to."""
+"""`Tap`: a proxy between a reader and a lender that records the traffic, and fails at a given byte."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Literal
 
 from workers.api.schemas import PoolExport
 
-Way = Literal["to_owner", "to_reader"]
+Direction = Literal["to_owner", "to_reader"]
 
 
 @dataclass
 class Tap:
-    """Forwards to the lender behind `export`, and keeps what passed. The byte at `flip` of that direction is changed;
-    from the byte at `stop` on nothing passes any more, from the byte at `wait` on not before the `gate` is open, and at
-    `cut` the connection ends."""
+    """Forwards to the lender `behind` it and records the traffic in `passed`, by direction.
+
+    The byte at `flip` is changed, nothing is forwarded from the byte at `stop` on, or from the byte at `wait` on until
+    the `gate` is set. The connection ends at the byte at `cut`.
+    """
 
     behind: PoolExport
-    flip: dict[Way, int] = field(default_factory=dict)
-    stop: dict[Way, int] = field(default_factory=dict)
-    cut: dict[Way, int] = field(default_factory=dict)
-    wait: dict[Way, int] = field(default_factory=dict)
+    flip: dict[Direction, int] = field(default_factory=dict)
+    stop: dict[Direction, int] = field(default_factory=dict)
+    cut: dict[Direction, int] = field(default_factory=dict)
+    wait: dict[Direction, int] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
-    passed: dict[Way, bytearray] = field(
+    passed: dict[Direction, bytearray] = field(
         default_factory=lambda: {"to_owner": bytearray(), "to_reader": bytearray()}
     )
 
@@ -59,21 +61,21 @@ class Tap:
                 address = self.behind.address
                 owner = socket.create_connection((str(address["address"]), int(address["port"])))
                 self._sockets += [reader, owner]
-                for way, here, there in (("to_owner", reader, owner), ("to_reader", owner, reader)):
-                    threading.Thread(target=self._pump, args=(way, here, there), daemon=True).start()
+                for direction, here, there in (("to_owner", reader, owner), ("to_reader", owner, reader)):
+                    threading.Thread(target=self._pump, args=(direction, here, there), daemon=True).start()
 
-    def _pump(self, way: Way, here: socket.socket, there: socket.socket) -> None:
+    def _pump(self, direction: Direction, here: socket.socket, there: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while content := bytearray(here.recv(4096)):
-                begin = len(self.passed[way])
-                self.passed[way] += content
-                at = self.flip.get(way, -1) - begin
+                begin = len(self.passed[direction])
+                self.passed[direction] += content
+                at = self.flip.get(direction, -1) - begin
                 if 0 <= at < len(content):
                     content[at] ^= 1
-                if self.cut.get(way, 2**62) < begin + len(content):
+                if self.cut.get(direction, 2**62) < begin + len(content):
                     break
-                if self.wait.get(way, 2**62) < begin + len(content):
+                if self.wait.get(direction, 2**62) < begin + len(content):
                     self.gate.wait(10)
-                there.sendall(content[: max(0, self.stop.get(way, 2**62) - begin)])
+                there.sendall(content[: max(0, self.stop.get(direction, 2**62) - begin)])
             for sock in (here, there):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What every transport keeps, by its name in the registry. A new one is tested by standing there."""
+"""The contract of every transport in the registry. A new one is tested by being registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.transports.readers import Readers
 
 torch.set_num_threads(1)
 
-# Where the owner is: memory of this process, or that of another one.
+# The owner is in this process, or in another one.
 Owner = LocalOwner | RemoteOwner
 OWNERS: dict[str, type[LocalOwner] | type[RemoteOwner]] = {
     "inproc": LocalOwner,
@@ -52,15 +52,13 @@ def opened(readers: Readers, ticket: Ticket) -> Reader:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 14), (0, 8), (4, 8), (3, 13), (13, 14), (5, 6)])
-def test_a_read_gives_what_was_stored(
-    owner: Owner, readers: Readers, begin: int, end: int
-) -> None:
+def test_read_returns_stored_tokens(owner: Owner, readers: Readers, begin: int, end: int) -> None:
     ticket = owner.ticket(14, seed=7)
     chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
     assert_same(chunk, random_kv(0, 14, seed=7).slice(begin, end))
 
 
-def test_a_chunk_is_a_copy(owner: Owner, readers: Readers) -> None:
+def test_chunk_is_a_copy(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8, seed=1)
     chunk = opened(readers, ticket).read(ticket.blocks, ticket.generations, 0, 8)
     owner.free(ticket)
@@ -68,9 +66,7 @@ def test_a_chunk_is_a_copy(owner: Owner, readers: Readers) -> None:
     assert_same(chunk, random_kv(0, 8, seed=1))
 
 
-def test_a_threads_next_read_reuses_its_room_and_another_threads_does_not(
-    owner: Owner, readers: Readers
-) -> None:
+def test_reads_of_one_thread_reuse_its_buffer(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(16, seed=1)
     reader, chunks = opened(readers, ticket), []
 
@@ -88,27 +84,27 @@ def test_a_threads_next_read_reuses_its_room_and_another_threads_does_not(
         assert_same(chunk, random_kv(0, 16, seed=1).slice(begin, end))
 
 
-def test_a_pool_is_not_taken_for_another_of_the_same_peer_that_was_opened_meanwhile(
+def test_pool_opened_meanwhile_by_another_thread_is_not_mistaken(
     readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer starts again while two handoffs open its pool; blocks and generations are the same in both."""
+    """A peer restarts while two handoffs open its pool; blocks and generations are equal in both pools."""
     before, after = LocalOwner("inproc"), LocalOwner("inproc")
     old, new = before.ticket(8, seed=1), after.ticket(8, seed=2)
-    open_now = InprocTransport.open
+    original = InprocTransport.open
 
-    def overtaken(transport: InprocTransport, export: PoolExport, layout: KVLayout, **more: Any) -> Reader:
+    def open_after_old(transport: InprocTransport, export: PoolExport, layout: KVLayout, **options: Any) -> Reader:
         if export == new.pool:
             opened(readers, old)
-        return open_now(transport, export, layout, **more)
+        return original(transport, export, layout, **options)
 
-    monkeypatch.setattr(InprocTransport, "open", overtaken)
+    monkeypatch.setattr(InprocTransport, "open", open_after_old)
     assert (old.blocks, old.generations) == (new.blocks, new.generations)
     assert_same(opened(readers, new).read(new.blocks, new.generations, 0, 8), random_kv(0, 8, seed=2))
     before.close()
     after.close()
 
 
-def test_a_freed_cache_is_stale(owner: Owner, readers: Readers) -> None:
+def test_freed_cache_is_stale(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     owner.free(ticket)
@@ -116,7 +112,7 @@ def test_a_freed_cache_is_stale(owner: Owner, readers: Readers) -> None:
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_a_block_that_has_another_content_by_now_is_stale(owner: Owner, readers: Readers) -> None:
+def test_reused_block_is_stale(owner: Owner, readers: Readers) -> None:
     old = owner.ticket(64, seed=1)
     reader = opened(readers, old)
     owner.free(old)
@@ -127,7 +123,7 @@ def test_a_block_that_has_another_content_by_now_is_stale(owner: Owner, readers:
     assert_same(reader.read(new.blocks, new.generations, 0, 8), random_kv(0, 64, seed=2).slice(0, 8))
 
 
-def test_a_block_that_is_being_written_is_stale(owner: Owner, readers: Readers) -> None:
+def test_block_being_written_is_stale(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(16)
     reader = opened(readers, ticket)
     owner.mark_writing(ticket.blocks[2])
@@ -138,42 +134,36 @@ def test_a_block_that_is_being_written_is_stale(owner: Owner, readers: Readers) 
             reader.read(ticket.blocks, generations, 0, 12)
 
 
-def test_what_changes_while_it_is_read_in_place_is_stale_and_a_copy_stands(
-    owner: Owner, readers: Readers
-) -> None:
+def test_block_changed_during_read_is_stale_unless_copied(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(16, seed=1)
-    reader, taken = opened(readers, ticket), empty_cache(LAYOUT, 3, 13)
+    reader, copy = opened(readers, ticket), empty_cache(LAYOUT, 3, 13)
     stale = pytest.raises(CacheStale, match="written or freed since")
-    with nullcontext() if reader.waits else stale:
+    with nullcontext() if reader.uses_network else stale:
         with reader.reading(ticket.blocks, ticket.generations, 3, 13) as span:
             owner.free(ticket)
             owner.ticket(60, seed=2)
-            span.copy_out(taken)
-    if reader.waits:
-        assert_same(taken, random_kv(0, 16, seed=1).slice(3, 13))
+            span.copy_out(copy)
+    if reader.uses_network:
+        assert_same(copy, random_kv(0, 16, seed=1).slice(3, 13))
 
 
-def test_what_is_read_in_place_is_what_was_stored(owner: Owner, readers: Readers) -> None:
-    ticket, taken = owner.ticket(16, seed=1), empty_cache(LAYOUT, 3, 13)
+def test_span_read_in_place_equals_stored_tokens(owner: Owner, readers: Readers) -> None:
+    ticket, copy = owner.ticket(16, seed=1), empty_cache(LAYOUT, 3, 13)
     with opened(readers, ticket).reading(ticket.blocks, ticket.generations, 3, 13) as span:
-        span.copy_out(taken)
+        span.copy_out(copy)
     assert (span.start, span.num_tokens) == (3, 10)
-    assert_same(taken, random_kv(0, 16, seed=1).slice(3, 13))
+    assert_same(copy, random_kv(0, 16, seed=1).slice(3, 13))
 
 
 @pytest.mark.parametrize("block", [16, -1, 10**12])
-def test_a_block_that_does_not_exist_is_refused(
-    owner: Owner, readers: Readers, block: int
-) -> None:
+def test_unknown_block_is_rejected(owner: Owner, readers: Readers, block: int) -> None:
     ticket = owner.ticket(8)
     with pytest.raises(TransferFailed, match=f"block {block} does not exist; this pool has blocks 0..15"):
         opened(readers, ticket).read([ticket.blocks[0], block], ticket.generations, 0, 4)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 9), (-1, 4), (6, 5)])
-def test_tokens_outside_the_cache_are_refused(
-    owner: Owner, readers: Readers, begin: int, end: int
-) -> None:
+def test_tokens_outside_cache_are_rejected(owner: Owner, readers: Readers, begin: int, end: int) -> None:
     ticket = owner.ticket(8)
     with pytest.raises(KvrelayError, match=rf"tokens \[{begin}, {end}\) are outside of 2 blocks"):
         opened(readers, ticket).read(ticket.blocks, ticket.generations, begin, end)
@@ -190,25 +180,23 @@ def test_tokens_outside_the_cache_are_refused(
     ],
     ids=str,
 )
-def test_a_pool_of_another_shape_is_not_opened(
-    owner: Owner, readers: Readers, wrong: dict[str, object]
-) -> None:
+def test_pool_of_different_shape_is_not_opened(owner: Owner, readers: Readers, wrong: dict[str, object]) -> None:
     if wrong.get("layout") is not None and OWNERS[owner.ticket(1).pool.kind] is RemoteOwner:
-        return  # the blocks' extent stands in no file there; the handoff checks the layout against its mapper
+        return  # no file holds the blocks' size; the handoff checks the layout against its mapper
     ticket = owner.ticket(8).model_copy(update={k: v for k, v in wrong.items() if k == "layout"})
     export = ticket.pool.model_copy(update={k: v for k, v in wrong.items() if k == "num_blocks"})
     with pytest.raises(KvrelayError):
         readers.get("peer", export, ticket.layout)
-    assert readers.at_hand("peer", export, ticket.layout) is None
+    assert readers.get_open("peer", export, ticket.layout) is None
 
 
-def test_a_pool_of_another_epoch_is_stale(owner: Owner, readers: Readers) -> None:
+def test_pool_of_different_epoch_is_stale(owner: Owner, readers: Readers) -> None:
     export = owner.ticket(8).pool.model_copy(update={"epoch": "0" * 32})
     with pytest.raises(CacheStale, match="epoch"):
         readers.get("peer", export, LAYOUT)
 
 
-def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: Owner, readers: Readers) -> None:
+def test_closed_pool_is_stale_and_cannot_be_opened(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     assert reader.alive()
@@ -220,46 +208,46 @@ def test_a_closed_pool_is_stale_and_can_not_be_opened(owner: Owner, readers: Rea
         load_transport(ticket.pool.kind, SECRET).open(ticket.pool, ticket.layout)
 
 
-def test_a_closed_reader_reads_no_more(owner: Owner, readers: Readers) -> None:
+def test_closed_reader_raises_stale(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     reader.close()
     reader.close()
-    with pytest.raises(CacheStale, match="has been closed here"):
+    with pytest.raises(CacheStale, match="this worker has closed"):
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_a_pool_is_opened_once(owner: Owner, readers: Readers) -> None:
+def test_pool_is_opened_once(owner: Owner, readers: Readers) -> None:
     first, second = owner.ticket(8), owner.ticket(12)
     assert opened(readers, first) is opened(readers, second)
 
 
-def test_after_a_restart_the_old_mapping_is_closed(owner: Owner, readers: Readers) -> None:
+def test_restart_of_peer_closes_old_reader(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8, seed=1)
     old = opened(readers, ticket)
     owner.close()
     restarted = OWNERS[ticket.pool.kind](ticket.pool.kind)
     again = restarted.ticket(8, seed=2)
     new = opened(readers, again)
-    assert new is not old and readers.at_hand("peer", again.pool, again.layout) is new
+    assert new is not old and readers.get_open("peer", again.pool, again.layout) is new
     assert_same(new.read(again.blocks, again.generations, 0, 8), random_kv(0, 8, seed=2))
-    with pytest.raises(CacheStale, match="has been closed here"):
+    with pytest.raises(CacheStale, match="this worker has closed"):
         old.read(ticket.blocks, ticket.generations, 0, 8)
     restarted.close()
 
 
-def test_sweeping_closes_what_belongs_to_the_dead(owner: Owner, readers: Readers) -> None:
+def test_sweep_closes_readers_of_dead_owners(owner: Owner, readers: Readers) -> None:
     ticket = owner.ticket(8)
     reader = opened(readers, ticket)
     readers.sweep()
     assert opened(readers, ticket) is reader
     owner.close()
     readers.sweep()
-    with pytest.raises(CacheStale, match="has been closed here"):
+    with pytest.raises(CacheStale, match="this worker has closed"):
         reader.read(ticket.blocks, ticket.generations, 0, 8)
 
 
-def test_the_export_survives_the_wire(owner: Owner) -> None:
+def test_export_and_ticket_round_trip_as_json(owner: Owner) -> None:
     ticket = owner.ticket(8)
     assert PoolExport.model_validate_json(ticket.pool.model_dump_json()) == ticket.pool
     assert Ticket.model_validate_json(ticket.model_dump_json()) == ticket

@@ -1,4 +1,4 @@
-"""A reader that crashes with its source's memory open takes nothing with it, and holds nothing beyond its lease."""
+"""A reader that crashes with its source's memory open does no damage, and holds nothing beyond its lease."""
 
 from __future__ import annotations
 
@@ -51,16 +51,14 @@ def crash() -> Iterator[Callable[[list[Ticket]], None]]:
         process.communicate()
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
-def test_what_a_crashed_reader_had_open_goes_on(
-    owners: list[LocalOwner], crash: Callable[[list[Ticket]], None]
-) -> None:
+def test_crashed_reader_leaves_pool_intact(owners: list[LocalOwner], crash: Callable[[list[Ticket]], None]) -> None:
     shm, tcp = owners
     entries = [owner.pool.store(range(16), random_kv(0, 16), SALT, ttl_s=600) for owner in owners]
     ttl_s = 120.0
@@ -69,14 +67,14 @@ def test_what_a_crashed_reader_had_open_goes_on(
     assert tcp.lender is not None
     lender = tcp.lender
     until(lambda: lender.num_connections == 0)
-    time.sleep(0.3)  # what cleans up after a process does so a little later
+    time.sleep(0.3)  # a resource tracker cleans up a little later
     assert (SHM / str(tickets[0].pool.address["name"])).exists()
     readers = Readers(SECRET)
     for owner, entry, ticket in zip(owners, entries, tickets, strict=True):
         reader = readers.get(ticket.pool.kind, ticket.pool, ticket.layout)
         assert_same(reader.read(ticket.blocks, ticket.generations, 0, 16), random_kv(0, 16))
         owner.pool.drop(entry.cache_id, SALT)
-        assert owner.pool.stats.used_blocks == 4  # the dead one's lease
+        assert owner.pool.stats.used_blocks == 4  # the crashed reader's lease
         owner.pool.sweep(time.time() + ttl_s + 1)
         assert owner.pool.stats.used_blocks == 0 and owner.pool.stats.lease_events["expired"] == 1
         with owner.pool.allocate(16):

@@ -1,4 +1,4 @@
-"""What only shared memory between real processes shows."""
+"""Shared memory between real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.transports.shm import ShmTransport
 
 torch.set_num_threads(1)
 
-BIG = LAYOUT.model_copy(update={"num_layers": 16, "block_tokens": 64, "head_dim": 64})  # a block of 1 MiB
+BIG = LAYOUT.model_copy(update={"num_layers": 16, "block_tokens": 64, "head_dim": 64})  # a block is 1 MiB
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def remote(directory: Path) -> Iterator[RemoteOwner]:
-    """One process for all tests here, the last of which kills it: importing torch takes its time."""
+    """One process for all tests here, since importing torch is slow. The last test kills it."""
     owner = RemoteOwner("shm", num_blocks=8, layout=BIG, directory=directory)
     yield owner
     owner.kill()
@@ -41,12 +41,12 @@ def opened(ticket: Ticket, directory: Path) -> Reader:
     return ShmTransport(directory).open(ticket.pool, ticket.layout)
 
 
-def mapped(name: str) -> bool:
+def is_mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.slow
-def test_another_processes_blocks_read_as_written(remote: RemoteOwner, directory: Path) -> None:
+def test_blocks_of_another_process_read_back(remote: RemoteOwner, directory: Path) -> None:
     ticket = remote.ticket(200, seed=4)
     reader = opened(ticket, directory)
     chunk = reader.read(ticket.blocks, ticket.generations, 0, 200)
@@ -55,11 +55,11 @@ def test_another_processes_blocks_read_as_written(remote: RemoteOwner, directory
 
 
 @pytest.mark.slow
-def test_a_torn_copy_is_never_taken(remote: RemoteOwner, directory: Path) -> None:
-    """The owner writes a block over and over, one number throughout. Every copy that a read gives is of one number."""
+def test_torn_copy_is_never_returned(remote: RemoteOwner, directory: Path) -> None:
+    """The owner keeps rewriting a block, filled with one number each time. Every copy holds one number only."""
     ticket = remote.ticket(64)
     reader, segment = opened(ticket, directory), Segment.attach(str(ticket.pool.address["name"]), directory)
-    remote.rewrite_for_ever(ticket.blocks[0])
+    remote.rewrite_forever(ticket.blocks[0])
     whole, torn, end = 0, 0, time.monotonic() + 20
     while (whole < 50 or torn < 20) and time.monotonic() < end:
         try:
@@ -78,7 +78,7 @@ def test_a_torn_copy_is_never_taken(remote: RemoteOwner, directory: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_frozen_owner_is_alive(remote: RemoteOwner, directory: Path) -> None:
+def test_frozen_owner_is_alive(remote: RemoteOwner, directory: Path) -> None:
     reader = opened(remote.ticket(10), directory)
     remote.process.send_signal(signal.SIGSTOP)
     try:
@@ -88,18 +88,18 @@ def test_a_frozen_owner_is_alive(remote: RemoteOwner, directory: Path) -> None:
     reader.close()
 
 
-def test_closing_gives_the_memory_back(tmp_path: Path) -> None:
+def test_close_unmaps_memory(tmp_path: Path) -> None:
     owner = LocalOwner("shm", directory=tmp_path)
     ticket = owner.ticket(8)
     name = str(ticket.pool.address["name"])
     reader = opened(ticket, tmp_path)
     owner.close()
-    assert mapped(name)
+    assert is_mapped(name)
     reader.close()
-    assert not mapped(name)
+    assert not is_mapped(name)
 
 
-def test_a_reader_cannot_write(tmp_path: Path) -> None:
+def test_reader_mapping_is_read_only(tmp_path: Path) -> None:
     owner = LocalOwner("shm", directory=tmp_path)
     ticket = owner.ticket(8)
     reader = opened(ticket, tmp_path)
@@ -113,15 +113,13 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ({"host": "elsewhere"}, "the pool's memory is on host elsewhere; .* here is on"),
+        ({"host": "elsewhere"}, "the pool's memory is on host elsewhere; this worker's .* is on"),
         ({"name": "../../etc/passwd"}, "is not the name of a pool's file"),
-        ({"name": 7}, "needs a text 'name'; got 7"),
+        ({"name": 7}, "needs a string 'name'; got 7"),
         ({"name": f"kvrelay-{os.getuid()}-nobody-{'0' * 32}"}, "is gone"),
     ],
 )
-def test_an_address_that_leads_nowhere_is_refused(
-    address: dict[str, str | int], message: str, tmp_path: Path
-) -> None:
+def test_unusable_address_is_rejected(address: dict[str, str | int], message: str, tmp_path: Path) -> None:
     owner = LocalOwner("shm", directory=tmp_path)
     ticket = owner.ticket(8)
     export = ticket.pool.model_copy(update={"address": ticket.pool.address | address})
@@ -131,7 +129,7 @@ def test_an_address_that_leads_nowhere_is_refused(
 
 
 @pytest.mark.slow
-def test_what_a_killed_owner_left_reads_right_until_it_is_closed(remote: RemoteOwner, directory: Path) -> None:
+def test_killed_owners_blocks_are_readable_until_close(remote: RemoteOwner, directory: Path) -> None:
     ticket = remote.ticket(100, seed=5)
     reader = opened(ticket, directory)
     remote.kill()

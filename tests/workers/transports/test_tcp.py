@@ -1,4 +1,4 @@
-"""What only the stream between hosts has: proof of the secret, bytes that change on the way, waiting, bounds."""
+"""The stream between hosts: authentication, changed bytes, deadlines, bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from mappers.cache import KVCache
 from tests.workers.pool.support import LAYOUT, assert_same, random_kv
 from tests.workers.transports.owner import SECRET, LocalOwner
-from tests.workers.transports.tap import Tap, Way
+from tests.workers.transports.tap import Direction, Tap
 from workers.api.errors import CacheStale, DeadlineExceeded, KvrelayError, TransferCorrupted, TransferFailed
 from workers.api.schemas import KVLayout, PoolExport, Ticket
 from workers.pool import new_epoch
@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 
 GREETING = 16 + 32  # bytes
 WELCOME = GREETING + 8 + 72 + 16
-BIG = LAYOUT.model_copy(update={"num_layers": 16, "block_tokens": 64, "head_dim": 64})  # a block of 1 MiB: a piece
+BIG = LAYOUT.model_copy(update={"num_layers": 16, "block_tokens": 64, "head_dim": 64})  # a block is 1 MiB: one piece
 
 
 @pytest.fixture
@@ -42,15 +42,15 @@ def owner() -> Iterator[LocalOwner]:
 
 @pytest.fixture
 def lend() -> Iterator[Callable[..., Lender]]:
-    """Lenders over plain memory, with other bounds."""
+    """Start lenders over plain memory with given bounds."""
     lenders: list[Lender] = []
 
-    def begin(num_blocks: int = 4, kind: type[Lender] = Lender, **bounds: Any) -> Lender:
+    def start(num_blocks: int = 4, kind: type[Lender] = Lender, **bounds: Any) -> Lender:
         lenders.append(kind(HeapArena(BIG, num_blocks, new_epoch()), SECRET, **bounds))
         lenders[-1].start()
         return lenders[-1]
 
-    yield begin
+    yield start
     for lender in lenders:
         lender.close()
 
@@ -62,11 +62,11 @@ Opened = Callable[..., Reader]
 def opened() -> Iterator[Opened]:
     readers: list[Reader] = []
 
-    def begin(export: PoolExport, secret: str = SECRET, layout: KVLayout = LAYOUT) -> Reader:
+    def open_reader(export: PoolExport, secret: str = SECRET, layout: KVLayout = LAYOUT) -> Reader:
         readers.append(TcpTransport(secret).open(export, layout))
         return readers[-1]
 
-    yield begin
+    yield open_reader
     for reader in readers:
         reader.close()
 
@@ -75,10 +75,10 @@ def read(reader: Reader, ticket: Ticket, *, deadline_s: float = 20.0) -> KVCache
     return reader.read(ticket.blocks, ticket.generations, 0, 14, deadline=time.monotonic() + deadline_s)
 
 
-def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.005)
 
 
@@ -86,54 +86,54 @@ def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "at"),
+    ("direction", "at"),
     [
         ("to_reader", GREETING + 9),  # the welcome
-        ("to_reader", WELCOME),  # blocks: what kind of frame it is
+        ("to_reader", WELCOME),  # the kind of the blocks' frame
         ("to_reader", WELCOME + 8 + 1000),  # their content
         ("to_reader", WELCOME + 8 + 4 * block_bytes(LAYOUT) + 3),  # their code
     ],
 )
-def test_a_changed_byte_is_found(owner: LocalOwner, way: Way, at: int, opened: Opened) -> None:
+def test_changed_byte_is_detected(owner: LocalOwner, direction: Direction, at: int, opened: Opened) -> None:
     ticket = owner.ticket(14)
-    with Tap(ticket.pool, flip={way: at}) as tap:
-        with pytest.raises(TransferCorrupted, match="is not what was sent"):
+    with Tap(ticket.pool, flip={direction: at}) as tap:
+        with pytest.raises(TransferCorrupted, match="was changed on the way"):
             read(opened(tap.export), ticket)
-        assert len(tap.passed[way]) > at
+        assert len(tap.passed[direction]) > at
     assert_same(read(opened(ticket.pool), ticket), random_kv(0, 14))
 
 
-def test_a_changed_request_is_not_answered(owner: LocalOwner, opened: Opened) -> None:
+def test_changed_request_is_not_answered(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool, flip={"to_owner": GREETING + 32 + 8}) as tap:
         reader = opened(tap.export)
-        with pytest.raises(TransferFailed, match="ended"):
+        with pytest.raises(TransferFailed, match="closed the stream"):
             read(reader, ticket)
         assert len(tap.passed["to_reader"]) == WELCOME and not reader.alive()
 
 
-# -- who may read -----------------------------------------------------------------------------------------------------
+# -- authentication --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("secret", ["another secret", SECRET + "x"])
-def test_a_reader_without_the_secret_learns_nothing(owner: LocalOwner, secret: str, opened: Opened) -> None:
+def test_reader_without_secret_receives_only_greeting(owner: LocalOwner, secret: str, opened: Opened) -> None:
     ticket = owner.ticket(14)
-    with Tap(ticket.pool) as tap, pytest.raises(TransferFailed, match="ended"):
+    with Tap(ticket.pool) as tap, pytest.raises(TransferFailed, match="closed the stream"):
         opened(tap.export, secret)
     assert len(tap.passed["to_reader"]) == GREETING
 
 
-def test_an_owner_without_the_secret_is_not_believed(opened: Opened) -> None:
+def test_owner_without_secret_is_rejected(opened: Opened) -> None:
     impostor = HeapArena(LAYOUT, 16, new_epoch())
-    lender = Deaf(impostor, "what an impostor knows")
+    lender = UncheckedLender(impostor, "what an impostor knows")
     lender.start()
     with pytest.raises(TransferCorrupted):
         opened(lender.export)
     lender.close()
 
 
-class Deaf(Lender):
-    """Takes any proof."""
+class UncheckedLender(Lender):
+    """A lender that accepts any proof."""
 
     def _welcome(self, channel: Channel) -> None:
         channel._send(b"KVRELAY-TCP/1\0\0\0" + bytes(32))
@@ -142,33 +142,33 @@ class Deaf(Lender):
         channel.send(FrameKind.WELCOME, bytes(72))
 
 
-def test_nothing_travels_without_a_secret(owner: LocalOwner, opened: Opened) -> None:
+def test_empty_secret_is_rejected(owner: LocalOwner, opened: Opened) -> None:
     with pytest.raises(TransferFailed, match="needs the cluster secret"):
         opened(owner.ticket(8).pool, "")
 
 
-def test_the_secret_stays_at_home_and_what_was_said_cannot_be_said_again(owner: LocalOwner, opened: Opened) -> None:
+def test_handshake_hides_secret_and_rejects_replay(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool) as tap:
         read(opened(tap.export), ticket)
-    said = bytes(tap.passed["to_owner"])
-    assert SECRET.encode() not in said + bytes(tap.passed["to_reader"])
+    sent = bytes(tap.passed["to_owner"])
+    assert SECRET.encode() not in sent + bytes(tap.passed["to_reader"])
     address = ticket.pool.address
-    with socket.create_connection((str(address["address"]), int(address["port"]))) as again:
-        again.settimeout(10)
-        heard = b""
+    with socket.create_connection((str(address["address"]), int(address["port"]))) as replaying:
+        replaying.settimeout(10)
+        received = b""
         with contextlib.suppress(ConnectionError):
-            again.sendall(said)
-            while more := again.recv(4096):
-                heard += more
-    assert len(heard) == GREETING
+            replaying.sendall(sent)
+            while more := replaying.recv(4096):
+                received += more
+    assert len(received) == GREETING
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------------
+# -- deadlines --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [10, WELCOME - 1], ids=["greeting", "welcome"])
-def test_opening_ends_at_its_deadline(owner: LocalOwner, at: int) -> None:
+def test_open_ends_at_deadline(owner: LocalOwner, at: int) -> None:
     with Tap(owner.ticket(8).pool, stop={"to_reader": at}) as tap:
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
@@ -176,51 +176,51 @@ def test_opening_ends_at_its_deadline(owner: LocalOwner, at: int) -> None:
         assert time.monotonic() - began < 1.5
 
 
-def test_a_read_ends_at_its_deadline_and_another_does_not_wait_for_it(owner: LocalOwner, opened: Opened) -> None:
+def test_read_ends_at_deadline_even_while_another_runs(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool, stop={"to_reader": WELCOME + 100}) as tap:
-        reader, outcomes = opened(tap.export), []
+        reader, times = opened(tap.export), []
 
-        def late(deadline_s: float) -> None:
+        def read_until(deadline_s: float) -> None:
             began = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 read(reader, ticket, deadline_s=deadline_s)
-            outcomes.append(time.monotonic() - began)
+            times.append(time.monotonic() - began)
 
-        first = threading.Thread(target=late, args=(0.6,))
+        first = threading.Thread(target=read_until, args=(0.6,))
         first.start()
         until(lambda: len(tap.passed["to_owner"]) > GREETING + 32)
-        late(0.1)
-        assert reader.alive()  # a read is under way
+        read_until(0.1)
+        assert reader.alive()  # a read is running
         first.join()
-        assert len(outcomes) == 2 and outcomes[0] < 0.5 and outcomes[1] < 2.0
+        assert len(times) == 2 and times[0] < 0.5 and times[1] < 2.0
         assert not reader.alive()
 
 
-def test_a_read_takes_nothing_of_one_that_was_given_up(owner: LocalOwner, opened: Opened) -> None:
-    """The answer to the first comes when the second asks."""
+def test_read_ignores_data_of_abandoned_read(owner: LocalOwner, opened: Opened) -> None:
+    """The reply to the first read arrives during the second."""
     one, other = owner.ticket(14, seed=1), owner.ticket(14, seed=2)
     with Tap(one.pool, wait={"to_reader": WELCOME}) as tap:
         reader = opened(tap.export)
         with pytest.raises(DeadlineExceeded):
             read(reader, one, deadline_s=0.3)
         tap.gate.set()
-        with pytest.raises(TransferFailed, match="broke off in another read"):
+        with pytest.raises(TransferFailed, match="broke in an earlier read"):
             read(reader, other)
 
 
-def test_closing_ends_a_read_that_waits(owner: LocalOwner, opened: Opened) -> None:
+def test_close_ends_waiting_read(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool, stop={"to_reader": WELCOME}) as tap:
         reader, errors = opened(tap.export), []
 
-        def waits() -> None:
+        def read_blocked() -> None:
             try:
                 read(reader, ticket)
             except KvrelayError as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=waits)
+        thread = threading.Thread(target=read_blocked)
         thread.start()
         until(lambda: len(tap.passed["to_owner"]) > GREETING + 32)
         reader.close()
@@ -228,7 +228,7 @@ def test_closing_ends_a_read_that_waits(owner: LocalOwner, opened: Opened) -> No
         assert [type(error) for error in errors] == [TransferFailed]
 
 
-def test_a_stream_that_was_cut_is_not_used_again(owner: LocalOwner, opened: Opened) -> None:
+def test_broken_stream_is_not_reused(owner: LocalOwner, opened: Opened) -> None:
     ticket = owner.ticket(14)
     with Tap(ticket.pool, cut={"to_reader": WELCOME + 500}) as tap:
         reader = opened(tap.export)
@@ -240,7 +240,7 @@ def test_a_stream_that_was_cut_is_not_used_again(owner: LocalOwner, opened: Open
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_written_behind_the_first_pieces_is_found_and_the_stream_goes_on(
+def test_stale_block_in_later_piece_is_reported_and_stream_continues(
     lend: Callable[..., Lender], opened: Opened
 ) -> None:
     lender = lend()
@@ -257,8 +257,8 @@ def test_a_block_written_behind_the_first_pieces_is_found_and_the_stream_goes_on
     reader.close()
 
 
-class Interrupted(Lender):
-    """Something is written between the copy and the second look."""
+class InterruptedLender(Lender):
+    """Writes a block between the copy and the second check."""
 
     def _bytes(self, blocks: Sequence[int]) -> memoryview:
         copy = super()._bytes(blocks)
@@ -266,13 +266,13 @@ class Interrupted(Lender):
             return copy
 
 
-def test_a_block_written_during_the_owners_copy_makes_it_stale(lend: Callable[..., Lender], opened: Opened) -> None:
-    reader = opened(lend(kind=Interrupted).export, layout=BIG)
+def test_block_written_during_owners_copy_is_stale(lend: Callable[..., Lender], opened: Opened) -> None:
+    reader = opened(lend(kind=InterruptedLender).export, layout=BIG)
     with pytest.raises(CacheStale, match="block 2 is at generation 2, its ticket says 0"):
         reader.read([2], [0], 0, 64)
 
 
-class Counting(Lender):
+class CountingLender(Lender):
     num_copied = 0
 
     def _copy(self, blocks: Sequence[int], generations: Sequence[int]) -> memoryview:
@@ -280,8 +280,8 @@ class Counting(Lender):
         return super()._copy(blocks, generations)
 
 
-def test_a_reader_that_takes_nothing_costs_one_piece_and_is_let_go(lend: Callable[..., Lender]) -> None:
-    lender = lend(num_blocks=64, kind=Counting, stall_s=0.3)
+def test_stalled_reader_is_disconnected_after_one_piece(lend: Callable[..., Lender]) -> None:
+    lender = lend(num_blocks=64, kind=CountingLender, stall_s=0.3)
     address = lender.export.address
     sock = socket.create_connection((str(address["address"]), int(address["port"])))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -290,17 +290,17 @@ def test_a_reader_that_takes_nothing_costs_one_piece_and_is_let_go(lend: Callabl
     channel.receive(4096)
     channel.send(FrameKind.READ, pack_blocks(range(64), [0] * 64))
     until(lambda: lender.num_connections == 0)
-    assert isinstance(lender, Counting) and 0 < lender.num_copied < 32  # what the kernel's buffers took
+    assert isinstance(lender, CountingLender) and 0 < lender.num_copied < 32  # as many as the kernel's buffers hold
     channel.close()
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
-def test_connections_are_bounded_and_idle_ones_end(lend: Callable[..., Lender], opened: Opened) -> None:
+def test_connections_are_bounded_and_closed_when_idle(lend: Callable[..., Lender], opened: Opened) -> None:
     lender = lend(max_connections=2, idle_s=0.4)
     first, second = (opened(lender.export, layout=BIG) for _ in range(2))
-    with pytest.raises(TransferFailed, match="ended|broke off"):
+    with pytest.raises(TransferFailed, match="closed the stream|broke"):
         opened(lender.export, layout=BIG)
     assert lender.num_connections == 2
     until(lambda: lender.num_connections == 0)
@@ -308,7 +308,7 @@ def test_connections_are_bounded_and_idle_ones_end(lend: Callable[..., Lender], 
     assert opened(lender.export, layout=BIG).alive()
 
 
-def test_who_does_not_prove_himself_is_let_go(lend: Callable[..., Lender]) -> None:
+def test_unauthenticated_connection_is_closed(lend: Callable[..., Lender]) -> None:
     lender = lend()
     address = lender.export.address
     with socket.create_connection((str(address["address"]), int(address["port"]))) as silent:
@@ -320,22 +320,20 @@ def test_who_does_not_prove_himself_is_let_go(lend: Callable[..., Lender]) -> No
         assert 1.5 < time.monotonic() - began < 6
 
 
-def test_nothing_of_a_closed_lender_is_left(lend: Callable[..., Lender], opened: Opened) -> None:
+def test_closed_lender_leaves_no_thread_or_port(lend: Callable[..., Lender], opened: Opened) -> None:
     lender = lend()
     reader = opened(lender.export, layout=BIG)
     lender.close()
     assert lender.num_connections == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvrelay-lend")]
-    with pytest.raises(CacheStale, match="closed by its owner"):
+    with pytest.raises(CacheStale, match="the owner has closed"):
         reader.read([0], [0], 0, 4)
-    with pytest.raises(CacheStale, match="nobody listens there"):
+    with pytest.raises(CacheStale, match="nothing listens there"):
         opened(lender.export, layout=BIG)
 
 
 @pytest.mark.parametrize("address", [{"address": 7}, {"port": "x"}, {"address": "no.such.host.invalid"}, {"port": -1}])
-def test_an_address_that_leads_nowhere_is_refused(
-    owner: LocalOwner, address: dict[str, str | int], opened: Opened
-) -> None:
+def test_unusable_address_is_rejected(owner: LocalOwner, address: dict[str, str | int], opened: Opened) -> None:
     export = owner.ticket(8).pool
     with pytest.raises(TransferFailed):
         opened(export.model_copy(update={"address": export.address | address}))

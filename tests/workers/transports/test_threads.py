@@ -21,48 +21,48 @@ def threads() -> Iterator[PeerThreads]:
     threads.close()
 
 
-def test_what_waits_for_one_peer_waits_for_no_other(threads: PeerThreads) -> None:
-    go_on = threading.Event()
-    stuck = [threads.submit("silent", lambda: go_on.wait(10)) for _ in range(3)]
+def test_stuck_peer_does_not_delay_other_peers(threads: PeerThreads) -> None:
+    released = threading.Event()
+    stuck = [threads.submit("silent", lambda: released.wait(10)) for _ in range(3)]
     assert threads.submit("other", lambda: 7).result(10) == 7
-    assert not any(one.done() for one in stuck)
-    assert stuck[2].cancel(), "a third one is not under way while two are"
-    go_on.set()
-    assert [one.result(10) for one in stuck[:2]] == [True, True]
+    assert not any(work.done() for work in stuck)
+    assert stuck[2].cancel(), "a third one does not run while two do"
+    released.set()
+    assert [work.result(10) for work in stuck[:2]] == [True, True]
 
 
-def test_threads_that_nobody_needs_end(threads: PeerThreads) -> None:
-    go_on = threading.Event()
-    busy, idle = threads.submit("busy", lambda: go_on.wait(10)), threads.submit("idle", threading.current_thread)
+def test_sweep_ends_idle_threads(threads: PeerThreads) -> None:
+    released = threading.Event()
+    busy, idle = threads.submit("busy", lambda: released.wait(10)), threads.submit("idle", threading.current_thread)
     done = idle.result(10)
     threads.sweep()
     done.join(10)
     assert not done.is_alive() and not busy.done()
     assert threads.submit("idle", lambda: 7).result(10) == 7
-    go_on.set()
+    released.set()
     assert busy.result(10)
 
 
-def test_nothing_begins_once_they_are_closed(threads: PeerThreads) -> None:
+def test_submit_after_close_raises(threads: PeerThreads) -> None:
     threads.close()
     with pytest.raises(WorkerUnavailable, match="stopping"):
         threads.submit("peer", lambda: 7)
 
 
-def test_a_pool_that_is_closed_while_it_is_read_keeps_no_other_waiting() -> None:
-    """The read may be a step of a map."""
-    gone, other = (HeapArena(LAYOUT, 2, new_epoch()) for _ in range(2))
-    with gone.writing([0, 1]):
-        copy_in(gone.data, [0, 1], random_kv(0, 8))
-    readers, export = Readers(), gone.export()
-    reader, beside = readers.get("gone", export, LAYOUT), readers.get("other", other.export(), LAYOUT)
+def test_closing_reader_in_use_does_not_block_others() -> None:
+    """The read may be a step of a mapping."""
+    closed, other = (HeapArena(LAYOUT, 2, new_epoch()) for _ in range(2))
+    with closed.writing([0, 1]):
+        copy_in(closed.data, [0, 1], random_kv(0, 8))
+    readers, export = Readers(), closed.export()
+    reader, other_reader = readers.get("closed", export, LAYOUT), readers.get("other", other.export(), LAYOUT)
     with pytest.raises(CacheStale), reader.reading([0, 1], [2, 2], 0, 8):
-        gone.close()
+        closed.close()
         closing = threading.Thread(target=readers.sweep)
         closing.start()
-        time.sleep(0.2)  # it has come to the reader that is in use
+        time.sleep(0.2)  # the sweep has reached the reader in use
         found: list[object] = []
-        looking = threading.Thread(target=lambda: found.append(readers.at_hand("other", other.export(), LAYOUT)))
-        looking.start()
-        looking.join(10)
-        assert found == [beside] and closing.is_alive()
+        asking = threading.Thread(target=lambda: found.append(readers.get_open("other", other.export(), LAYOUT)))
+        asking.start()
+        asking.join(10)
+        assert found == [other_reader] and closing.is_alive()

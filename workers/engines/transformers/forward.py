@@ -169,9 +169,7 @@ def _concatenate(parts: list[Tensor], *, dim: int) -> Tensor:
 def can_batch(model: PreTrainedModel) -> bool:
     config = model.config
     return (
-        config.model_type in BATCHED
-        and constant_positions(config) is None
-        and config._attn_implementation == ATTENTION
+        config.model_type in BATCHED and constant_positions(config) is None and config._attn_implementation == ATTENTION
     )
 
 

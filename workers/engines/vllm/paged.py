@@ -123,9 +123,7 @@ def slots_of(cache: Tensor, blocks: Sequence[int], begin: int, end: int) -> Tens
     return torch.tensor(blocks, dtype=torch.int64)[tokens // size] * size + tokens % size
 
 
-def _find_places(
-    write_op: WriteOp, block_tokens: int, head_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _find_places(write_op: WriteOp, block_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Find where each element of a block, `block_tokens * head_dim` of keys and of values, lies in its half."""
     numbers = torch.arange(block_tokens * head_dim)
     found = torch.zeros(2, len(numbers), dtype=torch.int64)
