@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
 from tests.workers.server import support
-from tests.workers.server.support import Served, serving
+from tests.workers.server.support import ServedWorker, serving
 
 torch.set_num_threads(1)
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the family: less deep, other weights, the same tokenizer and KV heads."""
+    """Another model of the family: fewer layers, other weights, the same tokenizer and KV heads."""
     return tiny.model_folder(tmp_path_factory.mktemp("models") / "small", seed=1, num_layers=2)
 
 
@@ -36,14 +36,14 @@ def reference(folder: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-async def served(folder: Path) -> AsyncIterator[Served]:
+async def served(folder: Path) -> AsyncIterator[ServedWorker]:
     async with serving(folder) as served:
         yield served
 
 
 @pytest.fixture
-async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[Served, Served]]:
-    """A small worker and a large one that takes over its caches."""
+async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[ServedWorker, ServedWorker]]:
+    """A small worker and a large one that maps its caches."""
     async with (
         serving(small_folder, id="small") as small,
         serving(folder, id="large", peers={"small": small.app}, bundles=[bundle]) as large,

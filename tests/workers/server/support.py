@@ -1,4 +1,4 @@
-"""Workers served in this process, and what their clients say."""
+"""Workers served in this process, and the requests of their clients."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TALK = [SYSTEM, QUESTION]
 
 
 @dataclass(frozen=True)
-class Served:
-    """A worker, its app, a client of the contract, and a bare one."""
+class ServedWorker:
+    """A worker, its app, a client of the worker API, and a plain HTTP client."""
 
     worker: WorkerRuntime
     app: ASGIApp
@@ -41,7 +41,7 @@ class Served:
     http: httpx.AsyncClient
 
     def prompt(self, messages: Sequence[Message] = TALK) -> list[int]:
-        """The tokens of a conversation as this worker reads it."""
+        """The tokens of a conversation under this worker's chat template."""
         return self.worker.engine.tokenizer.encode_chat(messages).token_ids
 
     def text(self, token_ids: Iterable[int]) -> str:
@@ -56,12 +56,12 @@ async def serving(
     folder: Path,
     *,
     peers: Mapping[str, ASGIApp] | None = None,
-    strangers: Mapping[str, ASGIApp] = {},
+    discoverable: Mapping[str, ASGIApp] = {},
     bundles: Sequence[Path] = (),
     **changes: Any,
-) -> AsyncIterator[Served]:
-    """A worker over `folder`; `peers` are other workers' apps, reached without a network, and so are `strangers` once
-    it has met them."""
+) -> AsyncIterator[ServedWorker]:
+    """Serve a worker over `folder`. Other workers' apps are reached without a network: `peers` are configured,
+    `discoverable` are found by their heartbeats."""
     peers = peers or {}
     settings = tiny.settings_for(
         folder,
@@ -72,41 +72,41 @@ async def serving(
 
     def connect(url: str) -> WorkerClient:
         name = httpx.URL(url).host.split(".")[0]
-        return connected(peers[name] if name in peers else strangers[name], url)
+        return connect_to(peers[name] if name in peers else discoverable[name], url)
 
     worker = build_worker(settings, SECRET, connect=connect)
     async with worker:
         app = create_app(worker, SECRET)
         transport = httpx.ASGITransport(app)
         async with (
-            connected(app) as client,
+            connect_to(app) as client,
             httpx.AsyncClient(
                 transport=transport, base_url="http://worker.test", headers={SECRET_HEADER: SECRET}
             ) as http,
         ):
-            yield Served(worker, app, client, http)
+            yield ServedWorker(worker, app, client, http)
 
 
-async def counts(served: Served, name: str) -> dict[str, float]:
-    """A counter of one label, by that label's value."""
-    told = (await served.http.get("/metrics")).text
-    found = re.findall(rf'^kvrelay_{name}\{{\w+="(\w+)"\}} (\S+)$', told, re.MULTILINE)
+async def counts(served: ServedWorker, name: str) -> dict[str, float]:
+    """The nonzero values of a counter of one label, by that label."""
+    metrics = (await served.http.get("/metrics")).text
+    found = re.findall(rf'^kvrelay_{name}\{{\w+="(\w+)"\}} (\S+)$', metrics, re.MULTILINE)
     return {value: float(count) for value, count in found if float(count)}
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for something that another task or thread brings about."""
+    """Wait until another task or thread has made `condition` true."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for sets no event
+        while not condition():  # noqa: ASYNC110 - the condition sets no event
             await asyncio.sleep(0.005)
 
 
-def connected(app: ASGIApp, url: str = "http://worker.test") -> WorkerClient:
+def connect_to(app: ASGIApp, url: str = "http://worker.test") -> WorkerClient:
     return WorkerClient(url, SECRET, transport=httpx.ASGITransport(app))
 
 
 def chat_request(messages: Sequence[Message] = TALK, **changes: Any) -> ChatRequest:
-    """A greedy request of the default tenant; keywords of `KVTransferParams` go there."""
+    """A greedy request of the default tenant; fields of `KVTransferParams` are put there."""
     params = {name: changes.pop(name) for name in list(changes) if name in KVTransferParams.model_fields}
     fields: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "tenant_salt": SALT} | changes
     if params:
@@ -127,7 +127,7 @@ def content(reply: dict[str, Any]) -> str:
 def bundle(
     source: Path, target: Path, folder: Path, *, ppl_ratio: float = 1.0, top1: float = 1.0, documents: int = 50
 ) -> Path:
-    """A bundle between two tiny models that passes keys and values through, with the evaluation that is wanted."""
+    """Save a bundle between two tiny models that passes keys and values through, with the given evaluation."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(3, 380, (4, 64), generator=generator).tolist()
     mappers.save(mappers.fit(source, target, texts, mappers.FitSettings(method="identity")), folder)

@@ -1,4 +1,4 @@
-"""Invalid requests: the status, type, code and field of the contract, before any work begins."""
+"""Invalid requests get the status, type, code and field of the worker API before any work begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.workers.engines import tiny
-from tests.workers.server.support import SALT, SECRET, TALK, Served, chat_request, content, serving, until
+from tests.workers.server.support import SALT, SECRET, TALK, ServedWorker, chat_request, content, serving, until
 from workers.api.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Overloaded
 from workers.api.schemas import SECRET_HEADER, Message, PrefillRequest
 from workers.engines.scheduling import Compute
@@ -31,7 +31,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "code", "param", "says"),
+    ("path", "body", "status", "code", "param", "message"),
     [
         ("chat/completions", {"messages": []}, 400, "invalid_request", "messages", "at least 1"),
         ("chat/completions", {"messages": [{"role": "robot"}]}, 400, "invalid_request", "messages.0.role", "'robot'"),
@@ -83,20 +83,20 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ("tokenize", {"token_ids": [-3], "tenant_salt": None}, 400, "invalid_request", "tenant_salt", "permitted"),
     ],
 )
-async def test_invalid_requests(
-    served: Served, path: str, body: dict[str, Any], status: int, code: str, param: str | None, says: str
+async def test_invalid_requests_are_rejected_before_work(
+    served: ServedWorker, path: str, body: dict[str, Any], status: int, code: str, param: str | None, message: str
 ) -> None:
     base: dict[str, dict[str, Any]] = {"chat/completions": CHAT, "completions": {"tenant_salt": SALT}, "tokenize": {}}
     reply = await served.http.post(f"/v1/{path}", json=base.get(path, {"tenant_salt": SALT}) | body)
     error = error_of(reply)
     assert (reply.status_code, error["code"], error["param"]) == (status, code, param)
-    assert re.search(says, error["message"]), error["message"]
+    assert re.search(message, error["message"]), error["message"]
     assert SALT not in error["message"]
     assert served.worker.pool.stats.num_caches == 0 and served.worker.engine.rates.rate("prefill") is None
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_unsupported_field_is_named(served: Served, path: str) -> None:
+async def test_unsupported_field_is_named(served: ServedWorker, path: str) -> None:
     prompt = {"messages": [USER]} if path.startswith("chat") else {"prompt": "The dog?"}
     others = {"n": 2, "top_k": 5, "logit_bias": {"5": 1}, "presence_penalty": 1}
     for name, value in others.items():
@@ -105,7 +105,7 @@ async def test_unsupported_field_is_named(served: Served, path: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["json_object", "json_schema"])
-async def test_json_mode_needs_an_engine_that_supports_it(served: Served, form: str) -> None:
+async def test_json_mode_needs_an_engine_that_supports_it(served: ServedWorker, form: str) -> None:
     schema = {"json_schema": {"name": "a", "schema": {"type": "object"}}} if form == "json_schema" else {}
     base = {"messages": [USER], "tenant_salt": SALT, "max_tokens": 1}
     body = base | {"response_format": {"type": form} | schema}
@@ -116,12 +116,12 @@ async def test_json_mode_needs_an_engine_that_supports_it(served: Served, form: 
     assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_malformed_body_is_a_400(served: Served) -> None:
+async def test_malformed_body_is_a_400(served: ServedWorker) -> None:
     reply = await served.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert reply.status_code == 400 and error_of(reply)["type"] == "invalid_request_error"
 
 
-async def test_lone_surrogate_is_a_400(served: Served) -> None:
+async def test_lone_surrogate_is_a_400(served: ServedWorker) -> None:
     body = b'{"messages": [{"role": "user", "content": "\\ud800"}], "tenant_salt": "' + SALT.encode() + b'"}'
     reply = await served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400 and error_of(reply)["param"] == "messages"
@@ -135,7 +135,9 @@ async def test_tokenizer_queue_is_bounded(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/tokenize", 405)])
-async def test_unknown_routes_and_methods(served: Served, method: str, path: str, status: int) -> None:
+async def test_unknown_routes_and_methods_are_rejected(
+    served: ServedWorker, method: str, path: str, status: int
+) -> None:
     reply = await served.http.request(method, path)
     assert reply.status_code == status and path in error_of(reply)["message"]
 
@@ -155,7 +157,7 @@ async def test_oversized_body_is_a_413(folder: Path) -> None:
         assert unannounced.status_code == 413
 
 
-async def test_oversized_head_is_a_431(served: Served) -> None:
+async def test_oversized_head_is_a_431(served: ServedWorker) -> None:
     reply = await served.http.get("/v1/info", headers={"x-padding": "x" * 70_000})
     assert reply.status_code == 431 and error_of(reply)["code"] == "headers_too_large"
 
@@ -175,15 +177,17 @@ async def test_slow_body_is_a_408(folder: Path) -> None:
 
 @pytest.mark.parametrize("secret", [None, "", SECRET[:-1], SECRET + "x"])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_every_call_but_health_needs_the_cluster_secret(served: Served, path: str, secret: str | None) -> None:
+async def test_every_call_but_health_needs_the_cluster_secret(
+    served: ServedWorker, path: str, secret: str | None
+) -> None:
     headers = {SECRET_HEADER: secret} if secret is not None else {}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://worker.test") as stranger:
-        reply = await stranger.post(path, json=CHAT, headers=headers)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served.app), base_url="http://worker.test") as outsider:
+        reply = await outsider.post(path, json=CHAT, headers=headers)
         assert reply.status_code == 401 and error_of(reply)["type"] == "authentication_error"
-        for read in ("/v1/info", f"/v1/cache/{UNKNOWN}"):
-            assert (await stranger.get(read, headers=headers)).status_code == 401
+        for route in ("/v1/info", f"/v1/cache/{UNKNOWN}"):
+            assert (await outsider.get(route, headers=headers)).status_code == 401
         for open_path in ("/livez", "/readyz", "/health", "/metrics"):
-            assert (await stranger.get(open_path)).status_code == 200
+            assert (await outsider.get(open_path)).status_code == 200
 
 
 async def test_full_queue_is_a_503_with_retry_after(folder: Path) -> None:
@@ -203,7 +207,7 @@ async def test_full_queue_is_a_503_with_retry_after(folder: Path) -> None:
         assert content(await waiting)
 
 
-async def test_work_ends_at_its_deadline(served: Served) -> None:
+async def test_work_ends_at_its_deadline(served: ServedWorker) -> None:
     long = [Message(role="user", content="fox " * 300)]
     with pytest.raises(DeadlineExceeded):
         await served.chat(long, max_tokens=600, deadline_ms=30)
@@ -214,13 +218,13 @@ async def test_work_ends_at_its_deadline(served: Served) -> None:
     assert content(await served.chat(deadline_ms=60_000))
 
 
-async def test_error_before_the_first_token_is_an_http_status(served: Served) -> None:
+async def test_error_before_the_first_token_is_an_http_status(served: ServedWorker) -> None:
     reply = await served.http.post("/v1/chat/completions", json=CHAT | {"stream": True, "deadline_ms": 0.001})
     assert reply.status_code == 504 and error_of(reply)["code"] == "deadline_exceeded"
     assert reply.headers["x-should-retry"] == "false"
 
 
-async def test_error_after_content_is_one_frame(served: Served) -> None:
+async def test_error_after_content_is_one_frame(served: ServedWorker) -> None:
     served.worker.engine.compute = FailingCompute(served.worker.engine.compute, after=4)  # type: ignore[assignment]
     reply = await served.http.post("/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 40})
     frames = reply.text.split("\n\n")
@@ -250,7 +254,7 @@ class FailingCompute:
         self._compute.close()
 
 
-async def test_bug_is_a_500_without_details(served: Served) -> None:
+async def test_bug_is_a_500_without_details(served: ServedWorker) -> None:
     def fail(*args: object) -> None:
         raise ZeroDivisionError("a secret of the house")
 
@@ -262,7 +266,7 @@ async def test_bug_is_a_500_without_details(served: Served) -> None:
     assert "secret of the house" not in reply.text
 
 
-async def test_client_raises_the_error_that_the_worker_raised(served: Served) -> None:
+async def test_client_raises_the_error_that_the_worker_raised(served: ServedWorker) -> None:
     with pytest.raises(InvalidRequest) as raised:
         await served.chat(TALK, max_tokens=5000)
     assert isinstance(raised.value, KvrelayError) and raised.value.param == "max_tokens"

@@ -1,4 +1,4 @@
-"""Clients that hang up, over a real socket: the model stops, and everything is released."""
+"""Clients that hang up, over a real socket: the model stops and everything is released."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from tests.serving import free_socket, url_of
-from tests.workers.server.support import SALT, SECRET, Served, content, counts, serving, until
+from tests.workers.server.support import SALT, SECRET, ServedWorker, content, counts, serving, until
 from workers.api.http.protocol import Protocol
 from workers.api.schemas import SECRET_HEADER
 from workers.engines.scheduling import Compute
@@ -26,7 +26,7 @@ PREFIX = {"messages": LONG["messages"], "tenant_salt": SALT}
 
 
 class CountedCompute:
-    """Counts the steps that have begun, and delays each of them a little."""
+    """Counts started steps and delays each by 10 ms."""
 
     def __init__(self, compute: Compute):
         self._compute = compute
@@ -45,8 +45,8 @@ class CountedCompute:
 
 
 @pytest.fixture
-async def listening(folder: Path) -> AsyncIterator[tuple[Served, str]]:
-    """A worker behind a real socket, whose model never ends an answer by itself."""
+async def listening(folder: Path) -> AsyncIterator[tuple[ServedWorker, str]]:
+    """A worker behind a real socket whose model has no end token."""
     async with serving(folder, max_running=1) as served:
         object.__setattr__(served.worker.engine.model, "eos_ids", frozenset())
         served.worker.engine.compute = CountedCompute(served.worker.engine.compute)  # type: ignore[assignment]
@@ -61,8 +61,8 @@ async def listening(folder: Path) -> AsyncIterator[tuple[Served, str]]:
         await task
 
 
-async def hang_up_while(served: Served, url: str, path: str, body: dict[str, Any], steps: int) -> None:
-    """Begin a call, and drop the connection once `steps` steps have run."""
+async def hang_up_while(served: ServedWorker, url: str, path: str, body: dict[str, Any], steps: int) -> None:
+    """Begin a call and drop the connection once `steps` steps have started."""
     compute: Any = served.worker.engine.compute
     begun = compute.num_begun
     async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as http:
@@ -73,8 +73,8 @@ async def hang_up_while(served: Served, url: str, path: str, body: dict[str, Any
             await call
 
 
-async def assert_free(served: Served) -> None:
-    """Assert that nothing runs, no block is in use, and no step follows."""
+async def assert_free(served: ServedWorker) -> None:
+    """Assert that no request runs, no block is in use and no step follows."""
     worker, compute = served.worker, served.worker.engine.compute
     await until(lambda: worker.engine.admission.num_running == 0)
     begun = compute.num_begun  # type: ignore[attr-defined]
@@ -92,10 +92,10 @@ async def assert_free(served: Served) -> None:
         ("/v1/chat/completions", LONG | {"stream": True}, 8),
         ("/v1/prefix/prefill", PREFIX, 1),
     ],
-    ids=["whole-reading", "whole-writing", "stream-reading", "stream-writing", "prefill"],
+    ids=["whole-prefill", "whole-decode", "stream-prefill", "stream-decode", "prefill"],
 )
 async def test_disconnect_stops_the_model(
-    listening: tuple[Served, str], path: str, body: dict[str, Any], steps: int
+    listening: tuple[ServedWorker, str], path: str, body: dict[str, Any], steps: int
 ) -> None:
     served, url = listening
     await hang_up_while(served, url, path, body, steps)
@@ -105,7 +105,7 @@ async def test_disconnect_stops_the_model(
     assert content(await served.chat())
 
 
-async def test_disconnect_in_the_queue_leaves_it(listening: tuple[Served, str]) -> None:
+async def test_disconnect_in_the_queue_leaves_it(listening: tuple[ServedWorker, str]) -> None:
     served, url = listening
     async with served.worker.engine.admit():
         async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as http:
@@ -117,7 +117,7 @@ async def test_disconnect_in_the_queue_leaves_it(listening: tuple[Served, str]) 
     assert await counts(served, HANG_UPS) == {"queue": 1}
 
 
-async def test_disconnects_are_counted_by_phase(listening: tuple[Served, str]) -> None:
+async def test_disconnects_are_counted_by_phase(listening: tuple[ServedWorker, str]) -> None:
     served, url = listening
     await hang_up_while(served, url, "/v1/chat/completions", LONG, 1)
     await assert_free(served)
@@ -130,18 +130,20 @@ async def test_disconnects_are_counted_by_phase(listening: tuple[Served, str]) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancellation_by_the_server_is_not_a_disconnect(listening: tuple[Served, str], stream: bool) -> None:
+async def test_cancellation_by_the_server_is_not_a_disconnect(
+    listening: tuple[ServedWorker, str], stream: bool
+) -> None:
     served, _ = listening
     compute: Any = served.worker.engine.compute
-    cut_off = asyncio.create_task(served.http.post("/v1/chat/completions", json=LONG | {"stream": stream}))
+    cancelled = asyncio.create_task(served.http.post("/v1/chat/completions", json=LONG | {"stream": stream}))
     await until(lambda: compute.num_begun >= 1)
-    cut_off.cancel()
-    await asyncio.wait({cut_off})
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
     await assert_free(served)
     assert await counts(served, HANG_UPS) == {}
 
 
-async def test_disconnect_does_not_cancel_a_shared_prefill(listening: tuple[Served, str]) -> None:
+async def test_disconnect_does_not_cancel_a_shared_prefill(listening: tuple[ServedWorker, str]) -> None:
     served, url = listening
     async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as http:
         staying = asyncio.create_task(http.post(f"{url}/v1/prefix/prefill", json=PREFIX, timeout=30))
@@ -152,9 +154,9 @@ async def test_disconnect_does_not_cancel_a_shared_prefill(listening: tuple[Serv
 
 @pytest.mark.parametrize("fits", [False, True])
 async def test_client_that_stalls_is_disconnected(
-    listening: tuple[Served, str], monkeypatch: pytest.MonkeyPatch, fits: bool
+    listening: tuple[ServedWorker, str], monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    """While the model generates; or afterwards, if the whole answer fits into the buffers on the way."""
+    """While the model generates, or afterwards if the socket buffers hold the whole answer."""
     served, url = listening
     monkeypatch.setattr("workers.routes.edge.STALL_S", 0.2)
     short = {"max_tokens": 4, "kv_transfer_params": {"store": False}} if fits else {}

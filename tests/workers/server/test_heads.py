@@ -1,4 +1,4 @@
-"""Native heads that are kept: what the model reads, for the same tenant only, and not without end."""
+"""The cache of native heads: filled by prefill, tenant-isolated and bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def heads(folder: Path) -> AsyncIterator[HeadCache]:
     await engine.aclose()
 
 
-async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: HeadCache, reference: LlamaForCausalLM) -> None:
+async def test_head_matches_prefill_and_is_cached(heads: HeadCache, reference: LlamaForCausalLM) -> None:
     head, native = await heads.read(IDS, SALT), prefill(reference, IDS)
     for ours, theirs in zip(head.keys + head.values, native.keys + native.values, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -33,12 +33,12 @@ async def test_a_head_is_what_the_model_reads_and_is_read_once(heads: HeadCache,
 
 
 @pytest.mark.parametrize("ids, salt", [(IDS, OTHER_SALT), (IDS[:-1], SALT), (IDS[:-1] + [9], SALT)])
-async def test_a_head_serves_its_own_tokens_and_tenant(heads: HeadCache, ids: list[int], salt: str) -> None:
+async def test_head_is_not_shared_across_tokens_or_tenants(heads: HeadCache, ids: list[int], salt: str) -> None:
     head = await heads.read(IDS, SALT)
     assert await heads.read(ids, salt) is not head
 
 
-async def test_what_is_kept_is_bounded(heads: HeadCache) -> None:
+async def test_head_cache_is_bounded(heads: HeadCache) -> None:
     long = tiny.random_tokens(MAX_KEPT_TOKENS + 1)
     assert await heads.read(long, SALT) is not await heads.read(long, SALT)
     head = await heads.read(IDS, SALT)

@@ -1,4 +1,4 @@
-"""Memory that nobody uses goes back to the system, also where it lies between what is in use (glibc)."""
+"""Free heap memory returns to the system, also between blocks in use (glibc)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.workers.server.support import Served, until
+from tests.workers.server.support import ServedWorker, until
 from workers.serving.worker import trim_heap_forever
 
-PIECE_BYTES, NUM_PIECES = 64 * 1024, 1000  # each below what malloc takes from the system apart
+PIECE_BYTES, NUM_PIECES = 64 * 1024, 1000  # below malloc's mmap threshold
 
 
 def resident_bytes() -> int:
@@ -19,23 +19,23 @@ def resident_bytes() -> int:
 
 
 @asynccontextmanager
-async def kept_small() -> AsyncIterator[None]:
-    keeping = asyncio.create_task(trim_heap_forever(0.02))
+async def trimming() -> AsyncIterator[None]:
+    task = asyncio.create_task(trim_heap_forever(0.02))
     yield
-    keeping.cancel()
-    await asyncio.wait([keeping])
+    task.cancel()
+    await asyncio.wait([task])
 
 
-async def test_gaps_go_back_to_the_system() -> None:
+async def test_trim_returns_gaps_to_the_system() -> None:
     pieces = [bytearray(b"x") * PIECE_BYTES for _ in range(NUM_PIECES)]
     fences = pieces[::10]
     del pieces
     before = resident_bytes()
-    async with kept_small():
+    async with trimming():
         await until(lambda: before - resident_bytes() > PIECE_BYTES * NUM_PIECES // 2)
-    assert len(fences) == NUM_PIECES // 10, "they are in use, and hold the gaps apart"
+    assert len(fences) == NUM_PIECES // 10, "the fences must stay allocated between the gaps"
 
 
-async def test_a_worker_sees_to_it(served: Served) -> None:
+async def test_worker_runs_one_heap_trim_task(served: ServedWorker) -> None:
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     assert names.count(trim_heap_forever.__qualname__) == 1

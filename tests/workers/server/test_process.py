@@ -1,4 +1,4 @@
-"""Workers as real processes: start, handoff over shared memory, orderly and disorderly ends."""
+"""Workers as real processes: start, handoff over shared memory, SIGTERM and SIGKILL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEAD, TAIL, NUM = 4, 16, 8
 
 
 class Process:
-    """A worker started by the command that users start it by."""
+    """A worker started by the command line that users run."""
 
     def __init__(self, home: Path, worker_id: str, *arguments: str, launcher: tuple[str, ...] = ()):
         self.ready_file = home / f"{worker_id}.json"
@@ -53,7 +53,7 @@ class Process:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """What the ready file says, waiting for it."""
+        """Wait for the ready file and return its content."""
         wait_for(lambda: self.ready_file.exists() or self.popen.poll() is not None, START_S)
         assert self.ready_file.exists(), self.log.read_text()
         ready: dict[str, Any] = json.loads(self.ready_file.read_text())
@@ -70,7 +70,7 @@ class Process:
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"the condition was still false after {timeout_s} s"
         time.sleep(0.02)
 
 
@@ -80,7 +80,7 @@ def segments() -> set[str]:
 
 @pytest.fixture
 def home(tmp_path: Path, folder: Path, small_folder: Path, bundle: Path) -> Path:
-    """A configuration of two workers, and the cluster secret."""
+    """A folder with the configuration of two workers and the cluster secret."""
     common = {"num_threads": 1, "pool_bytes": 4 * 2**20, "grace_s": 0.2}
     workers = {
         "proc-small": {"tier": "small", "model": str(small_folder)} | common,
@@ -94,53 +94,53 @@ def home(tmp_path: Path, folder: Path, small_folder: Path, bundle: Path) -> Path
 
 @pytest.fixture
 def start(home: Path) -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
+    processes: list[Process] = []
 
     def begin(worker_id: str, *arguments: str, **options: Any) -> Process:
-        started.append(Process(home, worker_id, *arguments, **options))
-        return started[-1]
+        processes.append(Process(home, worker_id, *arguments, **options))
+        return processes[-1]
 
     yield begin
-    for process in started:
+    for process in processes:
         if process.popen.poll() is None:
             process.popen.kill()
             process.popen.wait()
 
 
-async def test_a_handoff_between_two_processes_is_the_replay(
+async def test_handoff_between_processes_matches_replay(
     start: Callable[..., Process], folder: Path, small_folder: Path, bundle: Path
 ) -> None:
-    host, shown = ("::1", "[::1]") if has_ipv6() else ("127.0.0.1", "127.0.0.1")
+    host, in_url = ("::1", "[::1]") if has_ipv6() else ("127.0.0.1", "127.0.0.1")
     small = start("proc-small", "--host", host)
     url = await asyncio.to_thread(lambda: small.ready["url"])
-    assert re.fullmatch(rf"http://{re.escape(shown)}:\d+", url)
+    assert re.fullmatch(rf"http://{re.escape(in_url)}:\d+", url)
     large = start("proc-large", "--peer", f"proc-small={url}")
     await asyncio.to_thread(lambda: large.ready)
     async with small.client() as source, large.client() as target:
         assert (await source.info()).pid == small.popen.pid != (await target.info()).pid
-        read = await source.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
-        handed = read.num_tokens - TAIL
+        prefilled = await source.prefill(PrefillRequest(messages=TALK, tenant_salt=SALT), timeout_s=30)
+        handed = prefilled.num_tokens - TAIL
         request = transfer_request(
-            read.cache_id, source_worker="proc-small", num_tokens=handed, native_head=HEAD, deadline_ms=20_000
+            prefilled.cache_id, source_worker="proc-small", num_tokens=handed, native_head=HEAD, deadline_ms=20_000
         )
         moved = await target.transfer(request, timeout_s=30)
         reply = await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30)
     model = tiny.reference(folder)
-    words = tiny.tokenizer()
-    prompt = words.encode(
-        words.apply_chat_template([m.model_dump() for m in TALK], tokenize=False, add_generation_prompt=True),
+    tokenizer = tiny.tokenizer()
+    prompt = tokenizer.encode(
+        tokenizer.apply_chat_template([m.model_dump() for m in TALK], tokenize=False, add_generation_prompt=True),
         add_special_tokens=False,
     )
-    assert len(prompt) == read.num_tokens
+    assert len(prompt) == prefilled.num_tokens
     cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, prompt, handed, HEAD)
-    written: list[int] = []
+    tokens: list[int] = []
     for _ in range(NUM):
-        _, hidden = run(model, (prompt + written)[handed:], cache)
-        written.append(int(model.lm_head(hidden[-1]).argmax()))
-    assert content(reply) == words.decode(written, skip_special_tokens=True)
+        _, hidden = run(model, (prompt + tokens)[handed:], cache)
+        tokens.append(int(model.lm_head(hidden[-1]).argmax()))
+    assert content(reply) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert reply["kv_transfer_params"]["path"] == "mapped"
-    # The source is told to go: it finishes what it writes, then it is gone, and the target says so.
-    await ends_in_order(small)
+    # On SIGTERM the source finishes its answer and exits; then the target reports it as unavailable.
+    await assert_drains_on_sigterm(small)
     async with large.client() as target:
         with pytest.raises(WorkerUnavailable):
             await target.transfer(request, timeout_s=30)
@@ -150,14 +150,14 @@ async def test_a_handoff_between_two_processes_is_the_replay(
     assert not segments() and not large.ready_file.exists()
 
 
-async def ends_in_order(process: Process) -> None:
+async def assert_drains_on_sigterm(process: Process) -> None:
     async with process.client() as client:
         assert await client.ready()
         answering = asyncio.create_task(client.chat(chat_request(TALK, max_tokens=200), timeout_s=60))
         await asyncio.sleep(0.05)
         process.popen.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.05)
-        assert not await client.ready()  # told to go, and still taking calls
+        assert not await client.ready()  # draining, and still taking calls
         reply = await answering
         assert reply["choices"][0]["finish_reason"] in ("length", "stop")
     assert await asyncio.to_thread(process.popen.wait, 30) == 0
@@ -166,7 +166,7 @@ async def ends_in_order(process: Process) -> None:
 LAUNCHER = "import subprocess, sys; subprocess.run(sys.argv[1:])"
 
 
-async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable[..., Process]) -> None:
+async def test_restart_reclaims_the_memory_of_a_killed_worker(start: Callable[..., Process]) -> None:
     first = start("proc-small")
     ready = await asyncio.to_thread(lambda: first.ready)
     assert ready["pid"] == first.popen.pid
@@ -176,17 +176,17 @@ async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable
     first.popen.kill()
     first.popen.wait()
     first.ready_file.unlink()
-    left = segments()
-    assert len(left) == 1
+    leaked = segments()
+    assert len(leaked) == 1
     second = start("proc-small", "--die-with-parent", launcher=(sys.executable, "-c", LAUNCHER))
     pid = (await asyncio.to_thread(lambda: second.ready))["pid"]
-    assert len(segments()) == 1 and segments() != left
+    assert len(segments()) == 1 and segments() != leaked
     async with second.client() as client:
         assert (await client.info()).epoch != cache.epoch
         with pytest.raises(CacheNotFound):
             await client.chat(chat_request(TALK, cache_id=cache.cache_id), timeout_s=30)
 
-    # It was told to die with its parent, and does so in order.
+    # With --die-with-parent it exits with its launcher and removes its segment.
     assert pid != second.popen.pid
     second.popen.kill()
     second.popen.wait()
@@ -194,8 +194,8 @@ async def test_a_killed_workers_memory_is_taken_back_by_the_next(start: Callable
     assert not segments()
 
 
-def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> None:
-    """One that ended before the worker could ask for a signal at its end."""
+def test_worker_does_not_start_without_its_parent(start: Callable[..., Process]) -> None:
+    """The parent exited before the worker could request a parent-death signal."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(30)
     worker = start("proc-small", "--die-with-parent", str(ended.pid))
@@ -204,7 +204,7 @@ def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changes", "says"),
+    ("arguments", "changes", "message"),
     [
         (("--worker", "nope"), {}, "unknown worker 'nope'.*proc-large, proc-small"),
         (("--worker", "proc-small", "--config", "/no/such.yaml"), {}, "cannot read the configuration /no/such.yaml"),
@@ -213,12 +213,12 @@ def test_it_does_not_begin_without_its_parent(start: Callable[..., Process]) -> 
         (("--worker", "proc-small"), {"KVRELAY_SECRET_FILE": "/no/such"}, "/no/such"),
     ],
 )
-def test_settings_that_cannot_be_used_end_it_with_one_line(
-    home: Path, arguments: tuple[str, ...], changes: dict[str, str], says: str
+def test_invalid_settings_exit_with_one_line(
+    home: Path, arguments: tuple[str, ...], changes: dict[str, str], message: str
 ) -> None:
     environ = os.environ | {"KVRELAY_SECRET_FILE": str(home / "secret")} | changes
     command = [sys.executable, "-m", "workers", "--config", str(home / "kvrelay.yaml"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert re.search(says, done.stderr)
+    result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert re.search(message, result.stderr)

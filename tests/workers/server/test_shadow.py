@@ -1,4 +1,4 @@
-"""Mapped caches compared with native ones in idle time, and the bundle that this switches off."""
+"""Shadow comparison of mapped with native caches in idle time, and the bundles it switches off."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import mappers
 from mappers.manifest import QualityGate
 from mappers.models import run
 from tests.workers.engines import tiny
-from tests.workers.server.support import SALT, TALK, Served, bundle, content, serving, transfer_request, until
-from tests.workers.server.test_upgrade import Watched
+from tests.workers.server.support import SALT, TALK, ServedWorker, bundle, content, serving, transfer_request, until
+from tests.workers.server.test_upgrade import WatchedCompute
 from workers.api.errors import BundleUnusable, CacheNotFound, PoolFull
 from workers.api.schemas import DEFAULT_NATIVE_TAIL, BundleInfo, Message, PrefillRequest, TransferReply
 from workers.bundles import Comparison, ComparisonWindow
@@ -32,18 +32,18 @@ WINDOW = 3
 IDLE_S = 0.05
 OVER = f"over the last {WINDOW} answers compared in service"
 
-Pair = tuple[Served, Served]
+Pair = tuple[ServedWorker, ServedWorker]
 
 
 @pytest.fixture(scope="session")
-def good(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From a model to itself: what it maps is exact."""
+def good_bundle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle from a model to itself, whose mapped caches are exact."""
     return bundle(folder, folder, tmp_path_factory.mktemp("bundles") / "good")
 
 
 @asynccontextmanager
-async def pair_of(source: Path, target: Path, bundle: Path, **changes: Any) -> AsyncIterator[Pair]:
-    """As the conftest's `pair`; the large one compares when it is told to."""
+async def serving_pair(source: Path, target: Path, bundle: Path, **changes: Any) -> AsyncIterator[Pair]:
+    """Serve a pair like the conftest's `pair`; the large worker compares only when a test calls it."""
     fields = {"shadow_idle_s": 3600.0, "shadow_window": WINDOW} | changes
     async with (
         serving(source, id="small") as small,
@@ -52,51 +52,51 @@ async def pair_of(source: Path, target: Path, bundle: Path, **changes: Any) -> A
         yield small, large
 
 
-async def handed_over(pair: Pair, messages: Sequence[Message] = TALK, *, whole: bool = False) -> TransferReply:
+async def hand_over(pair: Pair, messages: Sequence[Message] = TALK, *, whole: bool = False) -> TransferReply:
     small, large = pair
     ids = small.prompt(messages)
-    read = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
+    prefilled = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
     num_tokens = None if whole else len(ids) - TAIL
-    asked = transfer_request(read.cache_id, num_tokens=num_tokens, native_head=HEAD)
-    return await large.client.transfer(asked, timeout_s=60)
+    request = transfer_request(prefilled.cache_id, num_tokens=num_tokens, native_head=HEAD)
+    return await large.client.transfer(request, timeout_s=60)
 
 
 async def mapped_answer(pair: Pair, **changes: Any) -> dict[str, Any]:
-    moved = await handed_over(pair)
+    moved = await hand_over(pair)
     fields: dict[str, Any] = {"cache_id": moved.cache_id, "max_tokens": NUM, "shadow": True} | changes
     return await pair[1].chat(**fields)
 
 
-def shadow_of(large: Served) -> Shadow:
-    """Its worker's own, with the idle time of a test."""
+def replace_shadow(large: ServedWorker) -> Shadow:
+    """Replace the worker's shadow by one with a short idle time."""
     worker = large.worker
     shadow = Shadow(worker.engine, worker.pool, worker.bundles, worker.transfers, worker.metrics, IDLE_S)
     worker.answerer.shadow = shadow
     return shadow
 
 
-async def told(large: Served) -> BundleInfo:
+async def bundle_info(large: ServedWorker) -> BundleInfo:
     return (await large.client.info(timeout_s=5)).bundles[0]
 
 
 @pytest.mark.parametrize(
-    ("found", "objection"),
+    ("comparisons", "objection"),
     [
         ([(10, 0.0)] * 3, None),
         ([(0, 9.0)] * 2, None),  # the window is not full yet
         ([(5, 0.0)] * 3, f"top-1 agreement 0.500 {OVER} is below the gate's 0.8"),
         ([(10, 5.0)] * 3, f"perplexity ratio 1.649 {OVER} is above the gate's 1.25"),
-        ([(0, 9.0)] * 2 + [(10, 0.0)] * 3, None),  # long ago
+        ([(0, 9.0)] * 2 + [(10, 0.0)] * 3, None),  # outside the window
     ],
 )
-def test_a_full_window_below_the_gate_objects(found: list[tuple[int, float]], objection: str | None) -> None:
+def test_full_window_below_the_gate_objects(comparisons: list[tuple[int, float]], objection: str | None) -> None:
     window = ComparisonWindow(QualityGate(), WINDOW)
-    for num_agreed, kl_sum in found:
+    for num_agreed, kl_sum in comparisons:
         window.add(Comparison(10, num_agreed, kl_sum))
     assert window.objection == objection
 
 
-def test_distributions_are_compared_place_by_place() -> None:
+def test_distributions_are_compared_by_position() -> None:
     native = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     mapped = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
     comparison = compare(native, mapped)
@@ -105,14 +105,14 @@ def test_distributions_are_compared_place_by_place() -> None:
     assert comparison.kl_sum == pytest.approx(expected, rel=1e-6)
 
 
-async def test_what_is_found_is_what_a_replay_of_the_handoff_says(
+async def test_comparison_matches_replay_of_the_handoff(
     folder: Path, small_folder: Path, bundle: Path, reference: LlamaForCausalLM
 ) -> None:
-    async with pair_of(small_folder, folder, bundle) as (small, large):
-        shadow, prompt = shadow_of(large), large.prompt()
+    async with serving_pair(small_folder, folder, bundle) as (small, large):
+        shadow, prompt = replace_shadow(large), large.prompt()
         reply = await mapped_answer((small, large))
         assert await shadow.compare_one()
-        info = (await told(large)).shadow
+        info = (await bundle_info(large)).shadow
         ids = list(large.worker.pool.peek(reply["kv_transfer_params"]["cache_id"]).token_ids)
     handed = len(prompt) - TAIL
     cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), reference, prompt, handed, HEAD)
@@ -125,13 +125,13 @@ async def test_what_is_found_is_what_a_replay_of_the_handoff_says(
     assert info.ppl_ratio == pytest.approx(math.exp(expected.kl_mean), rel=1e-3)
 
 
-async def test_a_good_bundle_stays_on(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as (small, large):
-        shadow = shadow_of(large)
+async def test_good_bundle_stays_on(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as (small, large):
+        shadow = replace_shadow(large)
         for _ in range(WINDOW + 1):
             await mapped_answer((small, large))
             assert await shadow.compare_one()
-        info = await told(large)
+        info = await bundle_info(large)
         assert info.usable and info.shadow is not None and (info.shadow.num_answers, info.shadow.top1) == (WINDOW, 1.0)
         assert info.shadow.ppl_ratio == pytest.approx(1.0, abs=1e-4)
         metrics = (await large.http.get("/metrics")).text
@@ -140,25 +140,25 @@ async def test_a_good_bundle_stays_on(folder: Path, good: Path) -> None:
         assert f'kvrelay_mapper_shadow_top1_total{{bundle="{info.bundle_id}",result="other"}} 0.0' in metrics
 
 
-async def test_a_spoilt_bundle_is_switched_off(folder: Path, small_folder: Path, bundle: Path) -> None:
-    """Its evaluation says that it is perfect, but it passes another model's values through."""
-    async with pair_of(small_folder, folder, bundle) as (small, large):
-        shadow = shadow_of(large)
+async def test_poor_bundle_is_switched_off(folder: Path, small_folder: Path, bundle: Path) -> None:
+    """The bundle's evaluation claims perfection, but it passes another model's values through."""
+    async with serving_pair(small_folder, folder, bundle) as (small, large):
+        shadow = replace_shadow(large)
         for _ in range(WINDOW):
-            assert (await told(large)).usable
+            assert (await bundle_info(large)).usable
             served = await mapped_answer((small, large))
             assert await shadow.compare_one()
-        info = await told(large)
+        info = await bundle_info(large)
         assert not info.usable and info.reason is not None and OVER in info.reason
         with pytest.raises(BundleUnusable, match=f"refused: {info.bundle_id}: .* compared in service is"):
             await mapped_answer((small, large))
-        with pytest.raises(CacheNotFound):  # what it made before is served no more
+        with pytest.raises(CacheNotFound):  # earlier mapped caches are dropped
             await large.chat(cache_id=served["kv_transfer_params"]["cache_id"])
         assert not large.worker.pool.mapped_caches()
         assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 0.0' in (await large.http.get("/metrics")).text
 
 
-def test_what_may_come_back_is_better_than_what_may_stay() -> None:
+def test_trials_need_a_higher_score_than_service() -> None:
     service = ComparisonWindow(QualityGate(), WINDOW)
     trials = service.for_trials()
     for window in (service, trials):
@@ -168,8 +168,8 @@ def test_what_may_come_back_is_better_than_what_may_stay() -> None:
     assert trials.objection == f"top-1 agreement 0.820 {OVER} is below the gate's 0.84"
 
 
-def switch_off(large: Served) -> None:
-    """By what it is told was found."""
+def switch_off(large: ServedWorker) -> None:
+    """Record poor comparisons until the bundle is off."""
     bundles = large.worker.bundles
     (info,) = bundles.infos
     for _ in range(WINDOW):
@@ -178,40 +178,40 @@ def switch_off(large: Served) -> None:
     assert not bundles.usable()
 
 
-async def refused(pair: Pair, number: int = 0, **changes: Any) -> None:
-    """The handoff of a prompt of this number."""
+async def expect_refusal(pair: Pair, number: int = 0, **changes: Any) -> None:
+    """Expect the handoff of a prompt with this number to be refused."""
     with pytest.raises(BundleUnusable):
-        await handed_over(pair, [Message(role="system", content=f"Case {number}."), *TALK], **changes)
+        await hand_over(pair, [Message(role="system", content=f"Case {number}."), *TALK], **changes)
 
 
-async def test_a_bundle_that_does_well_again_is_switched_on_again(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_bundle_that_passes_its_trials_is_switched_on_again(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
         for number in range(WINDOW):
-            await refused(pair, number)
+            await expect_refusal(pair, number)
             assert await shadow.compare_one()
-            assert not large.worker.pool.mapped_caches(), "what was tried out is gone, and nobody was served from it"
-            assert (await told(large)).usable == (number == WINDOW - 1)
+            assert not large.worker.pool.mapped_caches(), "a trial must leave no mapped cache"
+            assert (await bundle_info(large)).usable == (number == WINDOW - 1)
         assert (await mapped_answer(pair))["kv_transfer_params"]["mapped_tokens"]
-        info = await told(large)
-        assert info.reason is None and info.shadow is None, "judged anew"
+        info = await bundle_info(large)
+        assert info.reason is None and info.shadow is None, "the window must start again"
         metrics = (await large.http.get("/metrics")).text
         assert f'kvrelay_mapper_usable{{bundle="{info.bundle_id}"}} 1.0' in metrics
         assert f'kvrelay_mapper_shadows_total{{result="tried"}} {WINDOW}.0' in metrics
 
 
-async def test_it_is_tried_out_as_it_would_be_served(
+async def test_trial_matches_replay_of_a_served_handoff(
     folder: Path, small_folder: Path, bundle: Path, reference: LlamaForCausalLM
 ) -> None:
-    """Over the prompt's own last tokens, with a native tail before them."""
-    async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+    """A trial compares over the prompt's last tokens, with a native tail before them."""
+    async with serving_pair(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
         with pytest.raises(BundleUnusable):
-            await handed_over(pair)
+            await hand_over(pair)
         assert await shadow.compare_one()
-        info, ids = (await told(large)).shadow, large.prompt()[:-TAIL]
+        info, ids = (await bundle_info(large)).shadow, large.prompt()[:-TAIL]
     begin, handed = len(ids) - STEP_TOKENS, len(ids) - STEP_TOKENS - DEFAULT_NATIVE_TAIL
     cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), reference, ids, handed, HEAD)
     _, hidden = run(reference, ids[handed:], cache)
@@ -222,45 +222,45 @@ async def test_it_is_tried_out_as_it_would_be_served(
     assert info.ppl_ratio == pytest.approx(math.exp(expected.kl_mean), rel=1e-3)
 
 
-async def test_one_that_does_not_stays_off(folder: Path, small_folder: Path, bundle: Path) -> None:
-    async with pair_of(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_bundle_that_fails_its_trials_stays_off(folder: Path, small_folder: Path, bundle: Path) -> None:
+    async with serving_pair(small_folder, folder, bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
         for number in range(WINDOW + 1):
-            await refused(pair, number)
+            await expect_refusal(pair, number)
             assert await shadow.compare_one()
-        info = await told(large)
+        info = await bundle_info(large)
         assert not info.usable and info.shadow is not None and info.shadow.num_answers == WINDOW
 
 
-async def test_a_prompt_that_is_asked_again_and_again_is_one_trial(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_repeated_prompt_counts_as_one_trial(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
         for number in (0, 1, 0, 1, 1, 2):
-            info = await told(large)
+            info = await bundle_info(large)
             assert not info.usable and info.on_trial and (info.shadow is None or info.shadow.num_answers < WINDOW)
-            await refused(pair, number)
+            await expect_refusal(pair, number)
             assert await shadow.compare_one()
-        info = await told(large)
+        info = await bundle_info(large)
         assert info.usable and not info.on_trial
 
 
-async def test_a_handoff_that_names_no_length_is_tried_out_too(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_handoff_without_num_tokens_is_tried(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
-        await refused(pair, whole=True)
+        await expect_refusal(pair, whole=True)
         assert await shadow.compare_one()
-        assert (await told(large)).shadow is not None
+        assert (await bundle_info(large)).shadow is not None
 
 
-async def test_an_answer_over_a_cache_whose_bundle_goes_off_meanwhile_is_told_and_not_kept(
-    folder: Path, good: Path
+async def test_answer_is_returned_but_not_stored_if_its_bundle_goes_off_meanwhile(
+    folder: Path, good_bundle: Path
 ) -> None:
-    async with pair_of(folder, folder, good) as pair:
+    async with serving_pair(folder, folder, good_bundle) as pair:
         _, large = pair
-        moved = await handed_over(pair)
+        moved = await hand_over(pair)
         answering = asyncio.create_task(large.chat(cache_id=moved.cache_id, max_tokens=150))
         await until(lambda: large.worker.engine.admission.num_running == 1)
         switch_off(large)
@@ -270,50 +270,50 @@ async def test_an_answer_over_a_cache_whose_bundle_goes_off_meanwhile_is_told_an
         assert not large.worker.pool.mapped_caches() and not large.worker.pool.stats.num_caches
 
 
-async def test_a_bundle_rests_before_it_is_tried_out(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_bundle_rests_before_its_trials(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
-        await refused(pair)
-        assert not await shadow.compare_one() and not (await told(large)).on_trial
+        await expect_refusal(pair)
+        assert not await shadow.compare_one() and not (await bundle_info(large)).on_trial
 
 
-async def test_an_operator_need_not_wait_for_its_trials(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as pair:
+async def test_operator_can_resume_a_bundle_without_trials(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as pair:
         large = pair[1]
         switch_off(large)
-        await refused(pair)
+        await expect_refusal(pair)
         (off,) = large.worker.bundles.infos
         on = await large.client.resume_bundle(off.bundle_id)
         assert (off.usable, on.usable, on.reason, on.shadow) == (False, True, None, None)
-        assert (await large.client.resume_bundle(off.bundle_id)).usable, "as it is"
+        assert (await large.client.resume_bundle(off.bundle_id)).usable, "resuming twice changes nothing"
         assert f'kvrelay_mapper_usable{{bundle="{off.bundle_id}"}} 1.0' in (await large.http.get("/metrics")).text
         assert (await mapped_answer(pair))["kv_transfer_params"]["mapped_tokens"]
         with pytest.raises(BundleUnusable, match=f"unknown bundle 'other'; known: {off.bundle_id}"):
             await large.client.resume_bundle("other")
 
 
-async def test_one_that_was_refused_at_the_start_stays_refused(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good, gate={"min_documents": 10_000}) as (_, large):
+async def test_bundle_refused_at_startup_cannot_be_resumed(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle, gate={"min_documents": 10_000}) as (_, large):
         (info,) = large.worker.bundles.infos
         assert not info.usable
         with pytest.raises(BundleUnusable, match="was refused at the start: "):
             await large.client.resume_bundle(info.bundle_id)
 
 
-async def test_nothing_is_evicted_to_try_a_bundle_out(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good, shadow_rest_s=0.0) as pair:
-        shadow, large = shadow_of(pair[1]), pair[1]
+async def test_trial_evicts_nothing(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle, shadow_rest_s=0.0) as pair:
+        shadow, large = replace_shadow(pair[1]), pair[1]
         switch_off(large)
-        await refused(pair)
+        await expect_refusal(pair)
         pool, kept = large.worker.pool, (await large.chat())["kv_transfer_params"]
         with pool.allocate(pool.stats.free_blocks), pytest.raises(PoolFull):
             await shadow.compare_one()
         assert pool.get(kept["cache_id"], SALT) and pool.stats.num_caches == 1
 
 
-async def test_it_yields_to_real_work_between_two_steps(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as (small, large):
+async def test_comparison_yields_to_requests_between_steps(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as (small, large):
         engine, release, working = large.worker.engine, asyncio.Event(), list[asyncio.Task[None]]()
 
         async def work() -> None:
@@ -324,41 +324,43 @@ async def test_it_yields_to_real_work_between_two_steps(folder: Path, good: Path
             if num_steps == 2:
                 working.append(asyncio.create_task(work()))
 
-        shadow = shadow_of(large)
+        shadow = replace_shadow(large)
         await mapped_answer((small, large))
         engine.compute.close()
-        engine.compute = watched = Watched(begin)
+        engine.compute = watched = WatchedCompute(begin)
         running = asyncio.create_task(shadow.run())
         await until(lambda: bool(working))
         await asyncio.sleep(10 * IDLE_S)
-        assert watched.num_background == 2 and (await told(large)).shadow is None
+        assert watched.num_background == 2 and (await bundle_info(large)).shadow is None
         release.set()
         await until(lambda: large.worker.bundles.infos[0].shadow is not None)
         running.cancel()
 
 
 @pytest.mark.parametrize("changes", [{"shadow": False}, {"cache_id": None}])
-async def test_only_what_was_asked_and_mapped_is_compared(folder: Path, good: Path, changes: dict[str, Any]) -> None:
-    async with pair_of(folder, folder, good) as pair:
-        shadow = shadow_of(pair[1])
+async def test_only_marked_mapped_answers_are_compared(
+    folder: Path, good_bundle: Path, changes: dict[str, Any]
+) -> None:
+    async with serving_pair(folder, folder, good_bundle) as pair:
+        shadow = replace_shadow(pair[1])
         await mapped_answer(pair, **changes)
         assert not await shadow.compare_one()
 
 
-async def test_an_engine_that_tells_no_distributions_is_not_asked_for_them(
-    folder: Path, good: Path, monkeypatch: pytest.MonkeyPatch
+async def test_engine_without_logprobs_is_not_compared(
+    folder: Path, good_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TransformersEngine, "supports_logprobs", False)
-    async with pair_of(folder, folder, good) as pair:
-        shadow = shadow_of(pair[1])
+    async with serving_pair(folder, folder, good_bundle) as pair:
+        shadow = replace_shadow(pair[1])
         assert content(await mapped_answer(pair))
         assert not await shadow.compare_one()
         assert pair[1].worker.metrics.shadows.labels("unsupported")._value.get() == 1
 
 
-async def test_a_cache_that_has_gone_and_one_too_many_are_counted(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as (small, large):
-        shadow = shadow_of(large)
+async def test_missing_caches_and_dropped_comparisons_are_counted(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as (small, large):
+        shadow = replace_shadow(large)
         for _ in range(MAX_WAITING + 1):
             await mapped_answer((small, large), max_tokens=1)
         for entry in large.worker.pool.mapped_caches():
@@ -370,14 +372,14 @@ async def test_a_cache_that_has_gone_and_one_too_many_are_counted(folder: Path, 
         assert 'kvrelay_mapper_shadows_total{result="dropped"} 1.0' in (await large.http.get("/metrics")).text
 
 
-async def test_nothing_of_a_prompt_is_logged(folder: Path, good: Path) -> None:
-    async with pair_of(folder, folder, good) as (small, large):
-        shadow = shadow_of(large)
+async def test_prompt_is_not_logged(folder: Path, good_bundle: Path) -> None:
+    async with serving_pair(folder, folder, good_bundle) as (small, large):
+        shadow = replace_shadow(large)
         with structlog.testing.capture_logs() as lines:
             reply = await mapped_answer((small, large))
             served = repr(shadow._waiting[0])
             assert await shadow.compare_one()
         assert [line["event"] for line in lines if line["event"] == "compared"]
-        for said in (str(lines), served):
-            assert "quick brown" not in said and content(reply)[:12] not in said and SALT not in said
-            assert str(large.prompt()[5:8])[1:-1] not in said
+        for text in (str(lines), served):
+            assert "quick brown" not in text and content(reply)[:12] not in text and SALT not in text
+            assert str(large.prompt()[5:8])[1:-1] not in text

@@ -1,4 +1,4 @@
-"""One request in logs and traces of the gateway and of both workers: under one id, and without a word of it."""
+"""One request in the logs and traces of the gateway and both workers: one id, and no word of its prompt."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from structlog.testing import capture_logs
 
 from gateway import settings
 from gateway.app import create_app
-from tests.workers.server.support import SECRET, TALK, Served, chat_request
+from tests.workers.server.support import SECRET, TALK, ServedWorker, chat_request
 from workers.api import tracing
 from workers.api.logs import LibraryLogHandler, add_request_id, configure_logs
 
-CANARY = "".join(("can", "ary"))  # a log of the place holds the line that raised it
+CANARY = "".join(("can", "ary"))  # split, as a logged traceback holds the source line that raised
 UNTRACED = """
 import sys
 from workers.api import tracing
@@ -43,8 +43,8 @@ ESCALATED = {
 
 
 @asynccontextmanager
-async def gateway_over(pair: tuple[Served, Served]) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway in front of both workers, all in this process."""
+async def gateway_over(pair: tuple[ServedWorker, ServedWorker]) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve a gateway in front of both workers, all in this process."""
     names = ("small", "large")
     config = {
         "tiers": [{"name": name, "model": f"tiny-{name}"} for name in names],
@@ -59,21 +59,21 @@ async def gateway_over(pair: tuple[Served, Served]) -> AsyncIterator[httpx.Async
             yield http
 
 
-async def test_one_id_is_found_in_all_logs(pair: tuple[Served, Served]) -> None:
+async def test_all_logs_carry_the_request_id(pair: tuple[ServedWorker, ServedWorker]) -> None:
     async with gateway_over(pair) as http:
         with capture_logs([add_request_id]) as logged:
             reply = await http.post("/v1/chat/completions", json=ESCALATED, headers={"x-request-id": "mine-1"})
     assert reply.json()["kvrelay"]["path"] == "mapped", reply.text
-    ours = [line for line in logged if line.get("request_id") == "mine-1"]
-    assert [line["path"] for line in ours if line["event"] == "request"] == ["mapped"]
-    assert {line["route"] for line in ours if line["event"] == "call"} >= {
+    lines = [line for line in logged if line.get("request_id") == "mine-1"]
+    assert [line["path"] for line in lines if line["event"] == "request"] == ["mapped"]
+    assert {line["route"] for line in lines if line["event"] == "call"} >= {
         "/v1/prefix/prefill",
         "/v1/cache/transfer",
         "/v1/cache/{cache_id}/lease",  # which the large worker asks of the small one
         "/v1/chat/completions",
     }
-    written = reply.json()["choices"][0]["message"]["content"]
-    assert not [word for word in ("quick brown", "holds keys", written) if word in str(logged)]
+    answer = reply.json()["choices"][0]["message"]["content"]
+    assert not [word for word in ("quick brown", "holds keys", answer) if word in str(logged)]
 
 
 @pytest.fixture
@@ -89,16 +89,16 @@ def exported() -> Iterator[InMemorySpanExporter]:
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-async def test_one_trace_goes_through_gateway_and_workers(
-    pair: tuple[Served, Served], exported: InMemorySpanExporter
+async def test_one_trace_spans_gateway_and_workers(
+    pair: tuple[ServedWorker, ServedWorker], exported: InMemorySpanExporter
 ) -> None:
     async with gateway_over(pair) as http:
         reply = await http.post("/v1/chat/completions", json=ESCALATED, headers={"traceparent": CALLER})
     spans = {span.context.span_id: span for span in exported.get_finished_spans()}
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {CALLER.split("-")[1]}
     parents = {id: span.parent.span_id for id, span in spans.items() if span.parent is not None}
-    told = [(spans[id].name, spans[parent].name) for id, parent in parents.items() if parent in spans]
-    assert sorted(told) == [
+    links = [(spans[id].name, spans[parent].name) for id, parent in parents.items() if parent in spans]
+    assert sorted(links) == [
         ("decode", "decode"),
         ("decode", "request"),
         ("lease", "transfer"),
@@ -119,22 +119,22 @@ async def test_one_trace_goes_through_gateway_and_workers(
     assert "quick brown" not in str([span.to_json() for span in spans.values()]) and reply.status_code == 200
 
 
-async def test_a_call_that_fails_says_so_in_its_span(served: Served, exported: InMemorySpanExporter) -> None:
+async def test_failed_call_is_marked_in_its_span(served: ServedWorker, exported: InMemorySpanExporter) -> None:
     served.worker.prompts.read_chat = failing  # type: ignore[assignment]
     await served.http.post("/v1/chat/completions", json=chat_request().model_dump(exclude_none=True))
     (span,) = exported.get_finished_spans()
     assert (span.name, span.attributes, span.events) == ("decode", {"error.type": "ValueError"}, ())
 
 
-def test_without_a_collector_nothing_is_traced_and_nothing_imported() -> None:
-    told = subprocess.run([sys.executable, "-c", UNTRACED], capture_output=True, text=True)
-    assert (told.returncode, told.stdout) == (0, "{}\n"), told.stderr
+def test_tracing_without_collector_imports_nothing() -> None:
+    output = subprocess.run([sys.executable, "-c", UNTRACED], capture_output=True, text=True)
+    assert (output.returncode, output.stdout) == (0, "{}\n"), output.stderr
 
 
 @contextmanager
 def logging_as_a_worker() -> Iterator[None]:
     configure_logs(sys.stderr.buffer)
-    structlog.configure(cache_logger_on_first_use=False)  # else the loggers of the tests to come keep this file
+    structlog.configure(cache_logger_on_first_use=False)  # else loggers of later tests keep this stream
     (handler,) = [one for one in logging.root.handlers if isinstance(one, LibraryLogHandler)]
     try:
         yield
@@ -147,31 +147,31 @@ def failing(*args: object) -> None:
     raise ValueError(CANARY)
 
 
-def of_worker(told: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+def json_lines(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-async def test_a_bug_is_logged_by_its_place_and_not_by_its_words(
-    served: Served, capsys: pytest.CaptureFixture[str]
+async def test_bug_is_logged_by_location_without_its_message(
+    served: ServedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.worker.prompts.read_chat = failing  # type: ignore[assignment]
     body = chat_request().model_dump(exclude_none=True)
     with logging_as_a_worker():
         reply = await served.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-2"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal_error")
-    told = capsys.readouterr().err
-    (bug,) = [line for line in of_worker(told) if line["event"] == "internal_error"]
+    output = capsys.readouterr().err
+    (bug,) = [line for line in json_lines(output) if line["event"] == "internal_error"]
     assert (bug["error"], bug["request_id"]) == ("ValueError", "mine-2")
     assert "in failing" in bug["traceback"][-1]
-    assert CANARY not in told + reply.text
+    assert CANARY not in output + reply.text
 
 
-def test_a_traceback_is_logged_without_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_logged_without_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         raise ValueError(CANARY)
     except ValueError:
         with logging_as_a_worker():
             structlog.get_logger().exception("sweep_failed")
-    told = capsys.readouterr().err
-    (line,) = of_worker(told)
-    assert (line["event"], line["error"]) == ("sweep_failed", "ValueError") and CANARY not in told
+    output = capsys.readouterr().err
+    (line,) = json_lines(output)
+    assert (line["event"], line["error"]) == ("sweep_failed", "ValueError") and CANARY not in output

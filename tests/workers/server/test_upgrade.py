@@ -1,4 +1,4 @@
-"""Mapped now, exact later."""
+"""Upgrades: an exact cache replaces a mapped one in idle time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.workers.engines import tiny
-from tests.workers.server.support import QUESTION, SALT, TALK, Served, content, serving, transfer_request, until
+from tests.workers.server.support import QUESTION, SALT, TALK, ServedWorker, content, serving, transfer_request, until
 from workers.api.errors import CacheNotFound, Overloaded, PoolFull
 from workers.api.schemas import Message, PrefillRequest
 from workers.engines.scheduling import BACKGROUND, Compute
@@ -27,7 +27,7 @@ IDLE_S = 0.05
 NUM = 12
 
 
-def mapped(cache_id: str, num_tokens: int, expires_at: float = 100.0) -> CacheEntry:
+def mapped_entry(cache_id: str, num_tokens: int, expires_at: float = 100.0) -> CacheEntry:
     return CacheEntry(
         cache_id, tuple(range(num_tokens)), (), "", SALT, 0.0, expires_at, "mapped:b", Span(0, num_tokens)
     )
@@ -45,19 +45,19 @@ def mapped(cache_id: str, num_tokens: int, expires_at: float = 100.0) -> CacheEn
         ({"short": 1, "long": 1}, 99, 100.0 - MIN_LIFE_S, None),
     ],
 )
-def test_the_hottest_that_has_room_and_time(
+def test_choose_hot_picks_most_used_with_room_and_time(
     uses: dict[str, int], free_blocks: int, now: float, chosen: str | None
 ) -> None:
-    entries = [mapped("short", 32), mapped("long", 64)]
+    entries = [mapped_entry("short", 32), mapped_entry("long", 64)]
     entry = choose_hot(entries, uses, free_blocks=free_blocks, block_tokens=16, now=now)
     assert (entry.cache_id if entry else None) == chosen
 
 
-def test_a_cache_on_top_inherits_the_uses_of_those_below() -> None:
+def test_extended_cache_inherits_use_counts() -> None:
     uses = UsageCounts()
-    uses.note(mapped("a", 8), mapped("b", 16))
-    uses.note(mapped("b", 16), mapped("c", 24))
-    uses.note(None, mapped("d", 8))
+    uses.note(mapped_entry("a", 8), mapped_entry("b", 16))
+    uses.note(mapped_entry("b", 16), mapped_entry("c", 24))
+    uses.note(None, mapped_entry("d", 8))
     assert uses.counts == {"a": 1, "b": 2, "c": 2}
 
 
@@ -65,8 +65,8 @@ def disable_grad() -> None:
     torch.set_grad_enabled(False)
 
 
-class Watched(Compute):
-    """Tells of each step of background work before it is queued."""
+class WatchedCompute(Compute):
+    """Reports each background step before it is queued."""
 
     def __init__(self, on_background: Callable[[int], None]):
         super().__init__(on_start=disable_grad)
@@ -81,18 +81,18 @@ class Watched(Compute):
 
 
 def watched_upgrader(
-    large: Served, on_background: Callable[[int], None] = lambda num_steps: None, **changes: Any
-) -> tuple[Upgrader, Watched]:
+    large: ServedWorker, on_background: Callable[[int], None] = lambda num_steps: None, **changes: Any
+) -> tuple[Upgrader, WatchedCompute]:
     engine = large.worker.engine
     engine.compute.close()
-    engine.compute = watched = Watched(on_background)
+    engine.compute = watched = WatchedCompute(on_background)
     upgrader = Upgrader(engine, large.worker.pool, large.worker.metrics, IDLE_S, **changes)
     upgrader.uses = large.worker.upgrader.uses
     return upgrader, watched
 
 
 @pytest.fixture
-async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[Served, Served]]:
+async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[ServedWorker, ServedWorker]]:
     async with (
         serving(small_folder, id="small") as small,
         serving(folder, id="large", peers={"small": small.app}, bundles=[bundle]) as large,
@@ -100,18 +100,18 @@ async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[
         yield small, large
 
 
-async def mapped_answer(pair: tuple[Served, Served], **changes: Any) -> dict[str, Any]:
+async def mapped_answer(pair: tuple[ServedWorker, ServedWorker], **changes: Any) -> dict[str, Any]:
     small, large = pair
     ids = small.prompt()
-    read = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
-    moved = await large.client.transfer(transfer_request(read.cache_id, num_tokens=len(ids) - 16), timeout_s=60)
+    prefilled = await small.client.prefill(PrefillRequest(token_ids=ids, tenant_salt=SALT), timeout_s=60)
+    moved = await large.client.transfer(transfer_request(prefilled.cache_id, num_tokens=len(ids) - 16), timeout_s=60)
     reply = await large.chat(cache_id=moved.cache_id, max_tokens=NUM, **changes)
     assert reply["kv_transfer_params"]["path"] == "mapped"
     return reply
 
 
-async def test_in_idle_time_the_exact_cache_takes_the_mapped_ones_place(
-    pair: tuple[Served, Served], folder: Path, reference: LlamaForCausalLM
+async def test_idle_upgrade_replaces_mapped_cache_by_exact(
+    pair: tuple[ServedWorker, ServedWorker], folder: Path, reference: LlamaForCausalLM
 ) -> None:
     _, large = pair
     first = await mapped_answer(pair)
@@ -125,12 +125,12 @@ async def test_in_idle_time_the_exact_cache_takes_the_mapped_ones_place(
     assert usage["cached_tokens"] >= len(large.prompt())
     native = tiny.greedy(reference, large.prompt(talk), NUM)
     assert content(second) == large.text(native)
-    told = (await large.http.get("/metrics")).text
-    assert 'kvrelay_cache_upgrades_total{result="ok"} 1.0' in told
-    assert 'kvrelay_answers_total{path="exact"} 1.0' in told and "kvrelay_exact_answers_ratio 0.5" in told
+    metrics = (await large.http.get("/metrics")).text
+    assert 'kvrelay_cache_upgrades_total{result="ok"} 1.0' in metrics
+    assert 'kvrelay_answers_total{path="exact"} 1.0' in metrics and "kvrelay_exact_answers_ratio 0.5" in metrics
 
 
-async def test_it_yields_to_real_work_between_two_steps(pair: tuple[Served, Served]) -> None:
+async def test_upgrade_yields_to_requests_between_steps(pair: tuple[ServedWorker, ServedWorker]) -> None:
     _, large = pair
     await mapped_answer(pair)
     engine, release = large.worker.engine, asyncio.Event()
@@ -157,7 +157,9 @@ async def test_it_yields_to_real_work_between_two_steps(pair: tuple[Served, Serv
 
 @pytest.mark.parametrize("ending", ["deleted", "expired"])
 @pytest.mark.parametrize("at_last_step", [False, True])
-async def test_it_ends_with_its_cache(pair: tuple[Served, Served], ending: str, at_last_step: bool) -> None:
+async def test_upgrade_ends_with_its_cache(
+    pair: tuple[ServedWorker, ServedWorker], ending: str, at_last_step: bool
+) -> None:
     _, large = pair
     pool = large.worker.pool
     await mapped_answer(pair)
@@ -174,13 +176,13 @@ async def test_it_ends_with_its_cache(pair: tuple[Served, Served], ending: str, 
     upgrader, watched = watched_upgrader(large, end)
     with pytest.raises(CacheNotFound, match=f"{tip.cache_id} was deleted, replaced, or expired"):
         await upgrader.upgrade_one()
-    assert watched.num_background == ends_at  # the step that had begun, and no other
+    assert watched.num_background == ends_at  # only the step that had begun
     assert all(not entry.is_exact and entry is not tip for entry in pool.mapped_caches())
     assert pool.stats.num_indexed == 0 and not pool.match_prefix(tip.token_ids, SALT).blocks
     assert pool.stats.used_blocks == sum(len(entry.blocks) for entry in pool.mapped_caches())
 
 
-async def test_the_exact_cache_lives_no_longer_than_the_mapped_one_would_have(pair: tuple[Served, Served]) -> None:
+async def test_exact_cache_keeps_the_mapped_ones_expiry(pair: tuple[ServedWorker, ServedWorker]) -> None:
     _, large = pair
     pool = large.worker.pool
     usage = (await mapped_answer(pair, ttl_s=MIN_LIFE_S + 1.0))["kv_transfer_params"]
@@ -200,7 +202,7 @@ async def test_the_exact_cache_lives_no_longer_than_the_mapped_one_would_have(pa
     assert exact.is_exact and exact.expires_at == pytest.approx(usage["expires_at"], abs=0.1)
 
 
-async def test_it_evicts_nothing_where_others_have_taken_the_room_meanwhile(pair: tuple[Served, Served]) -> None:
+async def test_upgrade_evicts_nothing_when_the_pool_fills_meanwhile(pair: tuple[ServedWorker, ServedWorker]) -> None:
     _, large = pair
     pool = large.worker.pool
     await mapped_answer(pair)
@@ -218,8 +220,8 @@ async def test_it_evicts_nothing_where_others_have_taken_the_room_meanwhile(pair
 
 
 @pytest.mark.parametrize("busy", ["requests", "compute"])
-async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, Served], busy: str) -> None:
-    """Requests run and run; or a step of its own is queued, and others always come first."""
+async def test_upgrade_gives_up_without_idle_time(pair: tuple[ServedWorker, ServedWorker], busy: str) -> None:
+    """Either requests run all the time, or other steps always come before its own."""
     _, large = pair
     pool, engine = large.worker.pool, large.worker.engine
     await mapped_answer(pair)
@@ -243,7 +245,7 @@ async def test_it_gives_up_when_real_work_leaves_it_no_time(pair: tuple[Served, 
 
 
 @pytest.mark.parametrize("idle_s", [None, IDLE_S])
-async def test_a_worker_does_so_by_itself_unless_told_not_to(
+async def test_worker_upgrades_unless_disabled(
     folder: Path, small_folder: Path, bundle: Path, idle_s: float | None
 ) -> None:
     async with (

@@ -1,4 +1,4 @@
-"""What an engine does before its worker is ready: if that fails, or is told to end, nothing of the worker stays."""
+"""Engine warm-up: if it fails or the worker is stopped, the worker leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.pool.segment import SHM
 from workers.serving.worker import build_worker
 
 
-async def test_a_worker_whose_engine_does_not_get_warm_leaves_nothing(folder: Path) -> None:
+async def test_failed_warm_up_leaves_no_segment(folder: Path) -> None:
     worker = build_worker(tiny.settings_for(folder, id="cold-0"), SECRET)
     assert list(SHM.glob("*-cold-0-*"))
 
@@ -29,20 +29,20 @@ async def test_a_worker_whose_engine_does_not_get_warm_leaves_nothing(folder: Pa
     worker.engine.warm_up = fail  # type: ignore[method-assign]
     with pytest.raises(DeadlineExceeded, match="planted"):
         async with worker:
-            pytest.fail("it is not ready")
+            pytest.fail("the worker became ready")
     assert not list(SHM.glob("*-cold-0-*"))
 
 
 @pytest.fixture
-async def own_signals() -> AsyncIterator[None]:
-    """A worker takes its process's signals; here they are given back, whatever a test finds."""
+async def restored_signals() -> AsyncIterator[None]:
+    """Remove the signal handlers that a worker installs in this process."""
     yield
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
-@pytest.mark.usefixtures("own_signals")
-async def test_a_worker_that_warms_up_ends_when_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("restored_signals")
+async def test_sigterm_during_warm_up_ends_the_worker(folder: Path, tmp_path: Path) -> None:
     worker, is_warming = build_worker(tiny.settings_for(folder, id="cold-1"), SECRET), asyncio.Event()
 
     async def warm_up() -> None:
