@@ -1,7 +1,7 @@
-"""The rows of the table: which routes, caches and faults are combined.
+"""The cases of the table: combinations of routes, caches and faults.
 
-A case is a route, the caches that earlier requests have left, and what goes wrong. `CASES` is generated from the
-lists below; a name occurs once.
+A case is a route, the caches that earlier requests left, and a fault. `CASES` is generated from the lists below, with
+unique names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUESTION = "Is your answer correct and complete? Reply with Yes or No."
 
 @dataclass(frozen=True)
 class Route:
-    """`body` are fields of the request, `settings` sections of the configuration; `prepare` sets the fakes up."""
+    """Request fields (`body`), sections of the configuration (`settings`) and the set-up of the fake workers."""
 
     body: Json = field(default_factory=dict)
     settings: Json = field(default_factory=dict)
@@ -134,121 +134,121 @@ ROUTES: dict[str, Route] = {
 }
 
 
-# Caches: the requests before, which return what the pinned request asks
+# Caches: each function sends earlier requests, outside the record, and returns the recorded request's body.
 
 
 async def _none(world: World) -> Json:
     return {"messages": MESSAGES}
 
 
-async def _ask(world: World, messages: list[Json], **fields: Any) -> Json:
-    """Ask, and return the reply's body; not part of the record."""
+async def _chat(world: World, messages: list[Json], **fields: Any) -> Json:
+    """Send a chat request and return the reply's body."""
     reply = await world.http.post("/v1/chat/completions", json={"model": "auto", "messages": messages} | fields)
     assert reply.status_code == 200, reply.text
     body: Json = reply.json()
     return body
 
 
-async def _turn_after(world: World, question: Json, messages: list[Json] = MESSAGES, **fields: Any) -> list[Json]:
-    reply = await _ask(world, messages, **fields)
+async def _next_turn(world: World, question: Json, messages: list[Json] = MESSAGES, **fields: Any) -> list[Json]:
+    reply = await _chat(world, messages, **fields)
     return [*messages, reply["choices"][0]["message"], question]
 
 
 async def _small_whole(world: World) -> Json:
-    await _ask(world, MESSAGES, model="small")
+    await _chat(world, MESSAGES, model="small")
     return {"messages": MESSAGES}
 
 
 async def _small_prefix(world: World) -> Json:
-    await _ask(world, [SYSTEM, OTHER_USER], model="small")
+    await _chat(world, [SYSTEM, OTHER_USER], model="small")
     return {"messages": MESSAGES}
 
 
 async def _small_turn(world: World) -> Json:
-    return {"messages": await _turn_after(world, NEXT_USER, model="small")}
+    return {"messages": await _next_turn(world, NEXT_USER, model="small")}
 
 
 async def _small_lost(world: World) -> Json:
-    asked = await _small_whole(world)
+    body = await _small_whole(world)
     world.small.caches.clear()
-    return asked
+    return body
 
 
 async def _small_restarted(world: World) -> Json:
-    asked = await _small_whole(world)
+    body = await _small_whole(world)
     world.small.restart()
-    return asked
+    return body
 
 
 async def _large_exact(world: World) -> Json:
-    return {"messages": await _turn_after(world, NEXT_USER, model="large")}
+    return {"messages": await _next_turn(world, NEXT_USER, model="large")}
 
 
 async def _large_exact_lost(world: World) -> Json:
-    asked = await _large_exact(world)
+    body = await _large_exact(world)
     world.large.caches.clear()
-    return asked
+    return body
 
 
 async def _large_exact_far(world: World) -> Json:
-    return {"messages": await _turn_after(world, LONG_USER, model="large")}
+    return {"messages": await _next_turn(world, LONG_USER, model="large")}
 
 
 async def _large_exact_bulky(world: World) -> Json:
-    return {"messages": await _turn_after(world, BULKY_USER, model="large")}
+    return {"messages": await _next_turn(world, BULKY_USER, model="large")}
 
 
 async def _large_exact_bulky_lost(world: World) -> Json:
-    asked = await _large_exact_bulky(world)
+    body = await _large_exact_bulky(world)
     world.large.caches.clear()
-    return asked
+    return body
 
 
 async def _large_mapped(world: World) -> Json:
-    return {"messages": await _turn_after(world, NEXT_USER, kvrelay={"policy": "always_escalate"})}
+    return {"messages": await _next_turn(world, NEXT_USER, kvrelay={"policy": "always_escalate"})}
 
 
 async def _large_mapped_lost(world: World) -> Json:
-    asked = await _large_mapped(world)
+    body = await _large_mapped(world)
     world.large.restart()
-    return asked
+    return body
 
 
 async def _both(world: World) -> Json:
-    """The small model has the whole prompt, the large one the turn before."""
-    messages = await _turn_after(world, NEXT_USER, model="large")
-    await _ask(world, messages, model="small")
+    """The small model has cached the whole prompt, the large one the turn before."""
+    messages = await _next_turn(world, NEXT_USER, model="large")
+    await _chat(world, messages, model="small")
     return {"messages": messages}
 
 
 async def _above(world: World) -> Json:
-    """The large model has read two turns that the small one has not."""
-    messages = await _turn_after(world, LONG_USER, model="large")
-    return {"messages": await _turn_after(world, NEXT_USER, messages, model="large")}
+    """The large model has cached two turns, the small one none."""
+    messages = await _next_turn(world, LONG_USER, model="large")
+    return {"messages": await _next_turn(world, NEXT_USER, messages, model="large")}
 
 
 async def _above_lost(world: World) -> Json:
-    asked = await _above(world)
+    body = await _above(world)
     world.large.caches.clear()
-    return asked
+    return body
 
 
-async def _prefilled(world: World, **fields: Any) -> str:
+async def _prefill(world: World, **fields: Any) -> str:
     reply = await world.http.post("/v1/prefix/prefill", json={"messages": MESSAGES} | fields)
     assert reply.status_code == 200, reply.text
     return str(reply.json()["cache_id"])
 
 
 async def _named_small(world: World) -> Json:
-    return {"messages": MESSAGES, "kv_transfer_params": {"cache_id": await _prefilled(world)}}
+    return {"messages": MESSAGES, "kv_transfer_params": {"cache_id": await _prefill(world)}}
 
 
 async def _named_large(world: World) -> Json:
-    return {"messages": MESSAGES, "kv_transfer_params": {"cache_id": await _prefilled(world, target_model="large")}}
+    return {"messages": MESSAGES, "kv_transfer_params": {"cache_id": await _prefill(world, target_model="large")}}
 
 
 async def _named_mapped(world: World) -> Json:
-    body = {"cache_id": await _prefilled(world), "target_model": "large"}
+    body = {"cache_id": await _prefill(world), "target_model": "large"}
     reply = await world.http.post("/v1/cache/transfer", json=body)
     assert reply.status_code == 200, reply.text
     return {"messages": MESSAGES, "kv_transfer_params": {"cache_id": reply.json()["cache_id"]}}
@@ -259,23 +259,23 @@ async def _named_unknown(world: World) -> Json:
 
 
 async def _named_lost(world: World) -> Json:
-    asked = await _named_small(world)
+    body = await _named_small(world)
     world.small.caches.clear()
-    return asked
+    return body
 
 
 async def _named_restarted(world: World) -> Json:
     """The gateway has noticed the restart."""
-    asked = await _named_small(world)
+    body = await _named_small(world)
     world.small.restart()
     await asyncio.sleep(1.5 * POLL_S)
-    return asked
+    return body
 
 
 async def _named_other(world: World) -> Json:
-    """A cache of other tokens."""
-    asked = await _named_small(world)
-    return asked | {"messages": [{"role": "user", "content": "Something else entirely"}]}
+    """The named cache holds other tokens."""
+    body = await _named_small(world)
+    return body | {"messages": [{"role": "user", "content": "Something else entirely"}]}
 
 
 CACHES: dict[str, Callable[[World], Awaitable[Json]]] = {
@@ -366,7 +366,7 @@ async def apply(world: World, fault: str) -> None:
 
 
 async def _down(worker: FakeWorker) -> None:
-    """Long enough for two health checks to notice."""
+    """Fail every call, and wait for two health checks."""
     worker.fail("info", WorkerUnavailable("gone"))
     worker.fail("readyz", WorkerUnavailable("gone"))
     for call in ("prefill", "transfer", *CACHED, *PLAIN):
@@ -390,7 +390,7 @@ def fail(worker: FakeWorker, call: str, what: str) -> None:
 
 # Cases
 
-STREAMED = ("unavailable", "late", "down", "hybrid", "cheaper", "@")  # what fails before the first token does so alike
+STREAMED = ("unavailable", "late", "down", "hybrid", "cheaper", "@")  # the rest act before the first token
 
 
 @dataclass(frozen=True)
@@ -412,17 +412,17 @@ class Case:
 
     @property
     def maps_down(self) -> bool:
-        """The small worker has a bundle for the large one's caches."""
+        """Whether the small worker has a bundle for the large one's caches."""
         return self.cache.startswith("above")
 
     async def play(self, world: World) -> None:
         route = ROUTES[self.route]
-        asked = await CACHES[self.cache](world)
+        prepared = await CACHES[self.cache](world)
         if self.cache != "none":
             await world.forget_metrics()
         route.prepare(world)
         await apply(world, self.fault)
-        body: Json = {"model": "auto"} | asked | route.body
+        body: Json = {"model": "auto"} | prepared | route.body
         path = "/v1/chat/completions"
         if route.is_text:
             path, body["prompt"] = "/v1/completions", " ".join(one["content"] for one in body.pop("messages"))
@@ -439,7 +439,7 @@ def rows(
     streams: bool = True,
     tiers: str = "2",
 ) -> Iterator[Case]:
-    """Every combination as a whole answer; as a stream too, where the fault is not one of many alike."""
+    """Every combination as a whole answer, and as a stream without a fault or with one in `STREAMED`."""
     for route in routes.split():
         for cache in caches.split():
             for fault in faults:
@@ -522,7 +522,7 @@ def _all() -> Iterator[Case]:
         streams=False,
         tiers="2+1",
     )
-    # Judged as a whole.
+    # The policy judges the whole answer.
     yield from rows(
         "verifier-yes verifier-no verifier-mute buffer-accepts buffer-escalates stream-small", "none small-whole"
     )
@@ -531,7 +531,7 @@ def _all() -> Iterator[Case]:
         "verifier-no", faults=["transfer failed", "large unavailable", "large-cached breaks@2", "large down"]
     )
     yield from rows("buffer-accepts", faults=["small-answer breaks@5", "small-answer stalls@5"])
-    # Exact, and without caches.
+    # Exact caches only, or no caches.
     yield from rows("exact-accepts exact-escalates exact-always", "none small-whole large-exact large-mapped above")
     yield from rows(
         "exact-escalates", faults=["large unavailable", "large-plain breaks@2", "large down", "prefill late"]

@@ -1,7 +1,7 @@
 """A clock that skips every wait.
 
-`install` replaces the clocks of the `time` module. Time stands still while code runs. When the event loop has nothing
-to do, the clock jumps to its next timer. A wait of a minute takes no time, and a slow machine changes nothing.
+`install` replaces the clocks of the `time` module. The clock does not advance while code runs. When the event loop is
+idle, the clock jumps to its next timer. So a wait of a minute takes no time, and a slow machine changes nothing.
 
 Install it before the gateway is imported: some of its defaults bind `time.monotonic` at import.
 """
@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 EPOCH = 1_700_000_000.0
-MAX_WAIT_S = 900.0  # of one case; more means that nothing will ever happen
+MAX_WAIT_S = 900.0  # of one case; a longer wait never ends
 
 
 class Stuck(Exception):
-    """A case waits for something that never happens."""
+    """A case waits for an event that never happens."""
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
         self._gives_up_at = self.now + MAX_WAIT_S
 
     def restart(self) -> None:
-        """Begin a case: every case starts at the same instant."""
+        """Reset the clock, so that every case starts at the same time."""
         self.__init__()  # type: ignore[misc]
 
     def skip(self, seconds: float) -> None:

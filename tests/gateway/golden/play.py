@@ -1,4 +1,4 @@
-"""One row of the table, from a fresh gateway to its turns."""
+"""Play one row of the table against a fresh gateway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS: dict[str, Case | Script] = {**CASES, **SCRIPTS}
 
 
 async def play(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The turns that a case or script records."""
+    """Play a case or script and return the turns that it records."""
     row = ROWS[name]
     world = World(folder, tiers=row.tiers, maps_down=row.maps_down, settings=row.settings)
     async with world.running():

@@ -1,4 +1,4 @@
-"""Record the table again: `python -m tests.gateway.golden.regenerate`. Read the diff before you commit it."""
+"""Record the table again: `python -m tests.gateway.golden.regenerate`. Review the diff before you commit it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = FOLDER.parents[2]
 NUM_PROCESSES = 2
 
 
-def recorded(names: Sequence[str] = tuple(ROWS)) -> Turns:
-    """Run cases in processes of their own, where time is skipped."""
+def record(names: Sequence[str] = tuple(ROWS)) -> Turns:
+    """Run cases in separate processes, where the clock skips waits."""
     turns: Turns = {}
     with tempfile.TemporaryDirectory() as folder:
         runs = []
@@ -33,4 +33,4 @@ def recorded(names: Sequence[str] = tuple(ROWS)) -> Turns:
 
 
 if __name__ == "__main__":
-    save(recorded())
+    save(record())

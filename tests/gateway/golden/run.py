@@ -1,6 +1,6 @@
-"""Run cases of the table and print what happens: `python -m tests.gateway.golden.run [--json FILE] [NAME ...]`.
+"""Run cases of the table and print their turns: `python -m tests.gateway.golden.run [--json FILE] [NAME ...]`.
 
-It runs in a process of its own, where time is skipped.
+It needs a process of its own, as it replaces the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.gateway.golden import clock
 
 
 def run(names: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The turns of each case, in the order given."""
+    """Run the cases in order and return the turns of each."""
     from tests.gateway.golden.play import play
 
     turns = {}
@@ -34,7 +34,7 @@ def run(names: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     return turns
 
 
-def _quiet() -> None:
+def _silence_logs() -> None:
     import structlog
 
     def drop(*_: object) -> str:
@@ -46,22 +46,23 @@ def _quiet() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gateway.golden.run", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="cases, or parts of their names; all by default")
-    parser.add_argument("--json", type=Path, help="where to write the turns")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, help="file to write the turns to")
+    arguments = parser.parse_args(argv)
     clock.install()
-    _quiet()
+    _silence_logs()
     from tests.gateway.golden.play import ROWS
     from tests.gateway.golden.store import as_json
 
-    wanted = set(asked.names) & ROWS.keys() or {name for name in ROWS if any(part in name for part in asked.names)}
-    names = [name for name in ROWS if name in wanted or not asked.names]
+    parts = arguments.names
+    selected = set(parts) & ROWS.keys() or {name for name in ROWS if any(part in name for part in parts)}
+    names = [name for name in ROWS if name in selected or not parts]
     with tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "admin-key"
         key.touch(mode=0o600)
         key.write_text("key-of-the-operator")
         turns = run(names, Path(folder))
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(turns))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(turns))
     else:
         sys.stdout.write(as_json(turns))
     return 0

@@ -1,6 +1,6 @@
-"""The rows that no combination of lists gives: several turns, hang-ups, bounds, circuits, clients that manage caches.
+"""The scripts of the table: several turns, hang-ups, limits, circuits, clients that manage caches.
 
-A script is named `group / title`. Each turn that it records is labelled.
+A script is named `group / title`. Each recorded turn has a label.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ SCRIPTS: dict[str, Script] = {}
 
 
 def script(name: str, *, tiers: str = "2", maps_down: bool = False, **settings: Any) -> Callable[[Play], Play]:
-    def added(play: Play) -> Play:
+    def register(play: Play) -> Play:
         assert name not in SCRIPTS, name
         SCRIPTS[name] = Script(name, play, settings, tiers, maps_down)
         return play
 
-    return added
+    return register
 
 
 async def chat(world: World, label: str, messages: list[Json] = MESSAGES, **fields: Any) -> list[Json]:
-    """Record a turn; return the conversation with its answer."""
+    """Record a chat turn; return the conversation with its answer."""
     client = {key: fields.pop(key) for key in ("hang_up_at_s", "api_key") if key in fields}
     turn = await world.turn({"model": "auto", "messages": messages} | fields, label=label, **client)
     return [*messages, {"role": "assistant", "content": turn.get("answer", {}).get("text") or ""}]
 
 
 async def post(world: World, label: str, path: str, **body: Any) -> Json:
-    """Record another call; return its reply with the ids as they are."""
+    """Record a call to another route; return its reply with full ids."""
     await world.turn(body, path=f"/v1/{path}", label=label)
     return world.last_reply
 
 
-def fresh(word: str) -> list[Json]:
-    """A prompt that shares nothing with another."""
+def fresh_prompt(word: str) -> list[Json]:
+    """A prompt that shares no prefix with another."""
     return [{"role": "system", "content": f"{word} {SYSTEM['content']}"}, USER]
 
 
@@ -367,7 +367,7 @@ async def _(world: World) -> None:
 EARLY = confidence(num_tokens=6, speculate_after=2)
 
 
-async def _dropped(world: World, transfer_s: float) -> None:
+async def _drop_early_handoff(world: World, transfer_s: float) -> None:
     world.small.first_logprobs, world.small.logprob = (WAVERING, WAVERING), -0.05
     world.small.token_s = 0.05
     world.large.delay("transfer", transfer_s)
@@ -377,12 +377,12 @@ async def _dropped(world: World, transfer_s: float) -> None:
 
 @script("verdict / an early handoff was not needed", **EARLY)
 async def _(world: World) -> None:
-    await _dropped(world, 0.0)
+    await _drop_early_handoff(world, 0.0)
 
 
 @script("verdict / an early handoff was not needed and is under way", **EARLY)
 async def _(world: World) -> None:
-    await _dropped(world, 0.2)
+    await _drop_early_handoff(world, 0.2)
 
 
 @script("verdict / an early handoff to mid, which is judged too", tiers="3", **EARLY)
@@ -427,7 +427,7 @@ async def _(world: World) -> None:
 # The client hangs up
 
 
-def hang_up(title: str, at_s: float, prepare: Callable[[World], None], *, settings: Json, **fields: Any) -> None:
+def add_hang_up(title: str, at_s: float, prepare: Callable[[World], None], *, settings: Json, **fields: Any) -> None:
     @script(f"hang-ups / {title}", **settings)
     async def _(world: World) -> None:
         prepare(world)
@@ -452,17 +452,19 @@ def _writes_slowly(worker: str, logprob: float = SURE) -> Callable[[World], None
 
 for _stream in (False, True):
     _form = {"stream": True} if _stream else {}
-    _how = ", streamed" if _stream else ""
-    hang_up(f"during the small prefill{_how}", 1.0, _delays("small-0", "prefill"), settings={}, **_form)
-    hang_up(f"before the small answer{_how}", 1.0, _delays("small-0", "cached_chat"), settings={}, **_form)
-    hang_up(f"while it is judged{_how}", 2.5, _writes_slowly("small-0"), settings={}, **_form)
-    hang_up(f"during a small answer{_how}", 4.5, _writes_slowly("small-0"), settings={}, **_form)
-    hang_up(f"during a handoff{_how}", 0.1, _delays("large-0", "transfer", 0.2, UNSURE), settings={}, **_form)
-    hang_up(f"before the large answer{_how}", 1.0, _delays("large-0", "cached_chat", 5.0, UNSURE), settings={}, **_form)
-    hang_up(f"during the large answer{_how}", 2.5, _writes_slowly("large-0", UNSURE), settings={}, **_form)
-    hang_up(f"from large by name{_how}", 2.5, _writes_slowly("large-0"), settings={}, model="large", **_form)
-hang_up("before large by name answers", 1.0, _delays("large-0", "chat"), settings={}, model="large")
-hang_up("during a forced prefill", 1.0, _delays("small-0", "prefill"), settings={}, **ESCALATE)
+    _suffix = ", streamed" if _stream else ""
+    add_hang_up(f"during the small prefill{_suffix}", 1.0, _delays("small-0", "prefill"), settings={}, **_form)
+    add_hang_up(f"before the small answer{_suffix}", 1.0, _delays("small-0", "cached_chat"), settings={}, **_form)
+    add_hang_up(f"while it is judged{_suffix}", 2.5, _writes_slowly("small-0"), settings={}, **_form)
+    add_hang_up(f"during a small answer{_suffix}", 4.5, _writes_slowly("small-0"), settings={}, **_form)
+    add_hang_up(f"during a handoff{_suffix}", 0.1, _delays("large-0", "transfer", 0.2, UNSURE), settings={}, **_form)
+    add_hang_up(
+        f"before the large answer{_suffix}", 1.0, _delays("large-0", "cached_chat", 5.0, UNSURE), settings={}, **_form
+    )
+    add_hang_up(f"during the large answer{_suffix}", 2.5, _writes_slowly("large-0", UNSURE), settings={}, **_form)
+    add_hang_up(f"from large by name{_suffix}", 2.5, _writes_slowly("large-0"), settings={}, model="large", **_form)
+add_hang_up("before large by name answers", 1.0, _delays("large-0", "chat"), settings={}, model="large")
+add_hang_up("during a forced prefill", 1.0, _delays("small-0", "prefill"), settings={}, **ESCALATE)
 
 
 @script("hang-ups / while a cached prompt is answered")
@@ -486,11 +488,11 @@ async def _(world: World) -> None:
     await chat(world, "gone after 1 s", hang_up_at_s=1.0)
 
 
-# Bounds
+# Limits
 
 
-async def _beside(world: World, label: str, *, after_s: float = 0.5, **fields: Any) -> None:
-    """Record a turn beside a long one of large by name, which is not recorded."""
+async def _chat_beside(world: World, label: str, *, after_s: float = 0.5, **fields: Any) -> None:
+    """Record a turn during a long unrecorded request to the large model."""
     world.large.delay("chat", 3.0, times=1)
     body = {"model": "large", "messages": [OTHER_USER], "kvrelay": {"no_cache": True}}
     other = asyncio.create_task(world.http.post("/v1/chat/completions", json=body))
@@ -502,8 +504,8 @@ async def _beside(world: World, label: str, *, after_s: float = 0.5, **fields: A
 
 @script("bounds / one request at once for each tenant", limits={"max_concurrency_per_tenant": 1})
 async def _(world: World) -> None:
-    await _beside(world, "whole")
-    await _beside(world, "streamed", stream=True)
+    await _chat_beside(world, "whole")
+    await _chat_beside(world, "streamed", stream=True)
 
 
 FULL = {"max_concurrency_per_tier": 1, "max_queue_per_tier": 0}
@@ -511,18 +513,18 @@ FULL = {"max_concurrency_per_tier": 1, "max_queue_per_tier": 0}
 
 @script("bounds / the large tier is full", limits=FULL)
 async def _(world: World) -> None:
-    await _beside(world, "sure")
-    await _beside(world, "large by name", model="large")
+    await _chat_beside(world, "sure")
+    await _chat_beside(world, "large by name", model="large")
     world.small.logprob = UNSURE
-    await _beside(world, "unsure", messages=fresh("unsure"))
-    await _beside(world, "forced", messages=fresh("forced"), **ESCALATE)
+    await _chat_beside(world, "unsure", messages=fresh_prompt("unsure"))
+    await _chat_beside(world, "forced", messages=fresh_prompt("forced"), **ESCALATE)
 
 
 @script("bounds / the large tier has a queue", limits=FULL | {"max_queue_per_tier": 1})
 async def _(world: World) -> None:
-    await _beside(world, "large by name", model="large")
+    await _chat_beside(world, "large by name", model="large")
     world.small.logprob = UNSURE
-    await _beside(world, "unsure", messages=fresh("unsure"))
+    await _chat_beside(world, "unsure", messages=fresh_prompt("unsure"))
 
 
 @script("bounds / requests of a minute are used up", tenants={"default": {"requests_per_minute": 1}})
@@ -556,7 +558,7 @@ async def _(world: World) -> None:
 
 async def _repeat(world: World, count: int, **fields: Any) -> None:
     for number in range(count):
-        body = {"model": "auto", "messages": fresh(f"again{number}")} | fields
+        body = {"model": "auto", "messages": fresh_prompt(f"again{number}")} | fields
         await world.http.post("/v1/chat/completions", json=body)
     await world.forget_metrics()
 
@@ -567,11 +569,11 @@ async def _(world: World) -> None:
     await _repeat(world, 4)
     await chat(world, "open")
     await asyncio.sleep(2.5)
-    await chat(world, "half open, and still failing", fresh("b"))
+    await chat(world, "half open, and still failing", fresh_prompt("b"))
     await world.heal()
-    await chat(world, "waits for it by name", fresh("c"), model="small")
-    await chat(world, "half open, and well", fresh("d"))
-    await chat(world, "closed", fresh("e"))
+    await chat(world, "waits for it by name", fresh_prompt("c"), model="small")
+    await chat(world, "half open, and well", fresh_prompt("d"))
+    await chat(world, "closed", fresh_prompt("e"))
 
 
 @script("circuits / of the large worker")
@@ -581,10 +583,10 @@ async def _(world: World) -> None:
     world.small.logprob = UNSURE
     await chat(world, "open, unsure")
     await asyncio.sleep(2.5)
-    await chat(world, "half open, and still failing", fresh("b"), **ESCALATE)
-    await chat(world, "open, forced", fresh("c"), **ESCALATE)
+    await chat(world, "half open, and still failing", fresh_prompt("b"), **ESCALATE)
+    await chat(world, "open, forced", fresh_prompt("c"), **ESCALATE)
     await world.heal()
-    await chat(world, "waits for it by name", fresh("d"), model="large")
+    await chat(world, "waits for it by name", fresh_prompt("d"), model="large")
 
 
 @script("circuits / of handoffs")
@@ -593,10 +595,10 @@ async def _(world: World) -> None:
     await _repeat(world, 4, **ESCALATE)
     await chat(world, "open", **ESCALATE)
     world.small.logprob = UNSURE
-    await chat(world, "open, judged", fresh("b"))
+    await chat(world, "open, judged", fresh_prompt("b"))
     await asyncio.sleep(2.5)
     await world.heal()
-    await chat(world, "half open", fresh("c"), **ESCALATE)
+    await chat(world, "half open", fresh_prompt("c"), **ESCALATE)
 
 
 @script("circuits / of both tiers")
@@ -606,14 +608,14 @@ async def _(world: World) -> None:
     await chat(world, "open, and waited for in vain")
     await _repeat(world, 4)
     await world.heal()
-    await chat(world, "open, and well again", fresh("b"))
+    await chat(world, "open, and well again", fresh_prompt("b"))
 
 
 @script("circuits / of one of two large workers", tiers="2+1")
 async def _(world: World) -> None:
     await apply(world, "large unavailable")
     for number in range(1, 7):
-        await chat(world, f"by name, {number}", fresh(f"b{number}"), model="large")
+        await chat(world, f"by name, {number}", fresh_prompt(f"b{number}"), model="large")
     await chat(world, "forced", **ESCALATE)
 
 
@@ -634,8 +636,8 @@ async def _(world: World) -> None:
 async def _(world: World) -> None:
     small = await post(world, "prefill", "prefix/prefill", messages=MESSAGES)
     large = await post(world, "transfer", "cache/transfer", cache_id=small["cache_id"], target_model="large")
-    for label, made in (("from small's", small), ("from large's", large)):
-        await chat(world, label, kv_transfer_params={"cache_id": made["cache_id"]})
+    for label, cache in (("from small's", small), ("from large's", large)):
+        await chat(world, label, kv_transfer_params={"cache_id": cache["cache_id"]})
     await post(world, "transfer again", "cache/transfer", cache_id=large["cache_id"], target_model="large")
     await post(world, "to its own model", "cache/transfer", cache_id=small["cache_id"], target_model="small")
     options = {"num_tokens": 200, "native_head": 8, "mapper": "fake-bundle", "deadline_ms": 500.0, "ttl_s": 60}
@@ -655,25 +657,25 @@ async def _(world: World) -> None:
 
 @script("cache-calls / faults")
 async def _(world: World) -> None:
-    made = await post(world, "prefill", "prefix/prefill", messages=MESSAGES)
-    wanted = {"cache_id": made["cache_id"], "target_model": "large"}
+    cache = await post(world, "prefill", "prefix/prefill", messages=MESSAGES)
+    body = {"cache_id": cache["cache_id"], "target_model": "large"}
     for what in ("failed", "no-bundle", "overloaded", "late"):
         await world.heal()
         await apply(world, f"transfer {what} + prefill {'unavailable' if what == 'failed' else what}")
-        await post(world, f"transfer {what}", "cache/transfer", **wanted, deadline_ms=1000.0)
+        await post(world, f"transfer {what}", "cache/transfer", **body, deadline_ms=1000.0)
         await post(world, f"prefill {what}", "prefix/prefill", messages=[SYSTEM, OTHER_USER])
     await world.heal()
-    await post(world, "unknown", "cache/transfer", **wanted | {"cache_id": UNKNOWN_ID})
+    await post(world, "unknown", "cache/transfer", **body | {"cache_id": UNKNOWN_ID})
     world.small.caches.clear()
-    await post(world, "lost", "cache/transfer", **wanted)
-    await post(world, "and forgotten", "cache/transfer", **wanted)
+    await post(world, "lost", "cache/transfer", **body)
+    await post(world, "and forgotten", "cache/transfer", **body)
 
 
 @script("cache-calls / workers down")
 async def _(world: World) -> None:
-    made = await post(world, "prefill", "prefix/prefill", messages=MESSAGES)
+    cache = await post(world, "prefill", "prefix/prefill", messages=MESSAGES)
     await apply(world, "large down")
-    await post(world, "transfer", "cache/transfer", cache_id=made["cache_id"], target_model="large")
+    await post(world, "transfer", "cache/transfer", cache_id=cache["cache_id"], target_model="large")
     await apply(world, "small down")
     await post(world, "prefill again", "prefix/prefill", messages=MESSAGES)
 
@@ -694,13 +696,13 @@ async def _(world: World) -> None:
     world.small.delay("prefill", 5.0)
     await world.turn({"messages": MESSAGES}, path="/v1/prefix/prefill", label="prefill", hang_up_at_s=1.0)
     await world.heal()
-    made = await post(world, "prefill again", "prefix/prefill", messages=MESSAGES)
+    cache = await post(world, "prefill again", "prefix/prefill", messages=MESSAGES)
     world.large.delay("transfer", 5.0)
-    body = {"cache_id": made["cache_id"], "target_model": "large"}
+    body = {"cache_id": cache["cache_id"], "target_model": "large"}
     await world.turn(body, path="/v1/cache/transfer", label="transfer", hang_up_at_s=1.0)
 
 
-# What would happen
+# Explanations
 
 
 async def _explain(world: World, label: str, messages: list[Json] = MESSAGES, **fields: Any) -> None:

@@ -1,4 +1,4 @@
-"""The recorded table on disk: a JSON file for each route, and `TABLE.md` with a line for each case."""
+"""The recorded table on disk: one JSON file per route, and `TABLE.md` with one line per case."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COLUMNS = ("cache", "fault", "form", "worker calls", "status", "tier", "path", "
 
 
 def load() -> Turns:
-    """Every recorded case by name."""
+    """Load the turns of every recorded case, by name."""
     return {name: turns for path in sorted(DATA.glob("*.json")) for name, turns in json.loads(path.read_text()).items()}
 
 
 def save(turns: Turns) -> None:
-    """Replace what is recorded."""
+    """Replace the recorded table."""
     DATA.mkdir(exist_ok=True)
     for path in DATA.glob("*.json"):
         path.unlink()
@@ -38,7 +38,7 @@ def save(turns: Turns) -> None:
 
 
 def as_json(turns: Turns) -> str:
-    """JSON with a line for each group of facts and each worker call."""
+    """JSON with one line per field and worker call."""
     cases = [f"{_line(name)}: [\n" + ",\n".join(map(_turn, turns[name])) + "\n]" for name in sorted(turns)]
     return "{\n" + ",\n".join(cases) + "\n}\n"
 
@@ -58,7 +58,7 @@ def _line(value: Any) -> str:
 
 
 def as_table(turns: Turns) -> str:
-    """Markdown: a section for each route; forms that differ in nothing shown share a line."""
+    """Markdown with one section per route; forms with equal cells share a line."""
     lines = [HEAD]
     for route, names in groupby(sorted(turns, key=_route), _route):
         lines += [f"## {route}\n", _row(COLUMNS), _row("-" * len(COLUMNS))]
@@ -77,10 +77,10 @@ def _rows(turns: Turns) -> Iterator[str]:
             calls = "; ".join(map(_call, turn.get("calls", ())))
             path = report.get("path") or (turn.get("headers") or {}).get("path", "")
             key = (cache, turn.get("turn", fault), "" if tiers == "2" else f", {tiers} tiers")
-            shown = (calls, status, report.get("tier", ""), path, f"{turn.get('took_s', 0):g}")
-            forms.setdefault((*key, *shown), []).append(form)
-    for (cache, fault, tiers, *cells), seen in forms.items():
-        yield _row((cache, fault, " + ".join(sorted(seen, reverse=True)) + tiers, *cells))
+            cells = (calls, status, report.get("tier", ""), path, f"{turn.get('took_s', 0):g}")
+            forms.setdefault((*key, *cells), []).append(form)
+    for (cache, fault, tiers, *rest), grouped in forms.items():
+        yield _row((cache, fault, " + ".join(sorted(grouped, reverse=True)) + tiers, *rest))
 
 
 def _call(call: Json) -> str:
@@ -98,11 +98,11 @@ def _route(name: str) -> str:
 
 
 def differences(expected: list[Json], got: list[Json]) -> Iterator[str]:
-    """Where the turns of a case differ from the recorded ones, one line for each field."""
+    """Yield one line per field in which the turns of a case differ from the recorded ones."""
     for index in range(max(len(expected), len(got))):
-        was, now = (turns[index] if index < len(turns) else {} for turns in (expected, got))
-        label = was.get("turn") or now.get("turn")
-        yield from _changes(was, now, f"turn {index + 1}{f' ({label})' if label else ''}: ")
+        recorded, current = (turns[index] if index < len(turns) else {} for turns in (expected, got))
+        label = recorded.get("turn") or current.get("turn")
+        yield from _changes(recorded, current, f"turn {index + 1}{f' ({label})' if label else ''}: ")
 
 
 def _changes(expected: Any, got: Any, where: str) -> Iterator[str]:
@@ -112,11 +112,11 @@ def _changes(expected: Any, got: Any, where: str) -> Iterator[str]:
         for key in dict.fromkeys([*expected, *got]):
             yield from _changes(expected.get(key), got.get(key), f"{where}{'' if where.endswith(' ') else '.'}{key}")
     elif where.endswith(": calls") and isinstance(expected, list) and isinstance(got, list):
-        before, after = list(map(_call, expected)), list(map(_call, got))
-        if before != after:
-            yield f"{where}: expected {'; '.join(before)}"
-            yield f"{' ' * len(where)}  got      {'; '.join(after)}"
-        for number, (call, was, now) in enumerate(zip(before, expected, got, strict=False), 1):
-            yield from _changes(was, now, f"{where} {number} ({call})") if before == after else ()
+        recorded, current = list(map(_call, expected)), list(map(_call, got))
+        if recorded != current:
+            yield f"{where}: expected {'; '.join(recorded)}"
+            yield f"{' ' * len(where)}  got      {'; '.join(current)}"
+        for number, (call, one, other) in enumerate(zip(recorded, expected, got, strict=False), 1):
+            yield from _changes(one, other, f"{where} {number} ({call})") if recorded == current else ()
     elif expected != got:
         yield f"{where}: expected {_line(expected)}, got {_line(got)}"

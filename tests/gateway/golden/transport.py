@@ -1,6 +1,6 @@
-"""Calls to an ASGI application in this process, streamed: httpx's own transport returns whole replies only.
+"""Streamed calls to an ASGI application in this process; httpx's own transport returns whole replies only.
 
-The application is at most one piece ahead of its caller, so that a hang-up always meets it at the same place.
+The application is at most one piece ahead of its caller, so a hang-up always reaches it at the same point.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Message
 
-ASGI = {"version": "3.0", "spec_version": "2.3"}  # as uvicorn: a stream listens for the hang-up
+ASGI = {"version": "3.0", "spec_version": "2.3"}  # like uvicorn: a stream waits for the disconnect
 
 
 class AsgiTransport(httpx.AsyncBaseTransport):
@@ -26,7 +26,7 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 
 
 class Exchange(httpx.AsyncByteStream):
-    """One request and its reply. `on_piece` sees what the caller takes, `on_end` whether it took everything."""
+    """One request and its reply. `on_piece` receives each piece the caller takes, `on_end` whether it took all."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Exchange(httpx.AsyncByteStream):
         self._on_piece = on_piece
         self._on_end = on_end
         self._has_ended = False
-        self._gone = asyncio.Event()
+        self._hung_up = asyncio.Event()
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
         self._started = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Make the call and wait for the reply's head."""
+        """Start the call and wait for the reply's head."""
         self._task = asyncio.create_task(self._run())
         try:
             await self._started.wait()
@@ -73,7 +73,7 @@ class Exchange(httpx.AsyncByteStream):
     def _end(self, is_whole: bool) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._gone.set()
+            self._hung_up.set()
             self._on_end(is_whole)
 
     async def _run(self) -> None:
@@ -87,7 +87,7 @@ class Exchange(httpx.AsyncByteStream):
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._gone.wait()
+        await self._hung_up.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
@@ -98,8 +98,8 @@ class Exchange(httpx.AsyncByteStream):
             await self._put(message["body"])
 
     async def _put(self, piece: bytes | None) -> None:
-        """Hand a piece to the caller; drop it once the caller has gone."""
-        put, gone = asyncio.ensure_future(self._pieces.put(piece)), asyncio.ensure_future(self._gone.wait())
+        """Pass a piece to the caller; drop it once the caller has hung up."""
+        put, gone = asyncio.ensure_future(self._pieces.put(piece)), asyncio.ensure_future(self._hung_up.wait())
         try:
             await asyncio.wait({put, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:

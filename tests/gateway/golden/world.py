@@ -1,4 +1,4 @@
-"""The gateway with fake workers around it, and what client, workers and metrics see of one turn."""
+"""The gateway among fake workers, and the record of a turn: reply, worker calls, metrics and charges."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Json = dict[str, Any]
 
 ADMIN_KEY = "key-of-the-operator"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
-POLL_S = 10.0  # between two health checks of a worker
-SETTLE_S = 0.2  # after a turn, for what goes on behind it
+POLL_S = 10.0  # between health checks of a worker
+SETTLE_S = 0.2  # after a turn, for background work
 CALLS = {
     "/v1/prefix/prefill": "prefill",
     "/v1/cache/transfer": "transfer",
@@ -35,7 +35,7 @@ CALLS = {
 }
 RATES = Rates(prefill_tokens_per_s=1000.0, map_tokens_per_s=10_000.0)
 
-# Counters and histograms whose changes are recorded: everything but what depends on chunking or on timing alone.
+# The recorded counters and histograms: all but those that depend only on chunking or timing.
 COUNTED = (
     *("requests_total", "cascade_decisions_total", "full_prefill_fallback_total", "client_disconnects_total"),
     *("handoffs_total", "early_handoffs_total", "worker_restarts_total", "circuit_transitions_total"),
@@ -118,7 +118,7 @@ class World:
         self.last_reply: Json = {}
         self.calls: list[Json] = []
         self.unreachable: set[str] = set()
-        self.hides_faults = True  # from health checks
+        self.hides_faults = True  # health checks of unreachable workers succeed
         self._num_calls: Counter[tuple[str, str]] = Counter()
         self._hooks: dict[tuple[str, str, int], Callable[[], None]] = {}
         self._caches, self._salts = Names("c"), Names("s")
@@ -152,7 +152,7 @@ class World:
         ):
             yield self
 
-    # What the workers see
+    # Calls to workers
 
     def record(self, worker: str, kind: str, body: Json) -> Json:
         self._num_calls[worker, kind] += 1
@@ -164,35 +164,35 @@ class World:
         return call
 
     def _described(self, kind: str, body: Json) -> Json:
-        """The facts of a request to a worker; a flag at its default is left out."""
-        told: Json = {}
+        """The recorded fields of a request to a worker; a flag at its default is left out."""
+        fields: Json = {}
         if kind == "prefill":
-            told |= {"messages": len(body.get("messages", []))} if "messages" in body else {"text": True}
+            fields |= {"messages": len(body.get("messages", []))} if "messages" in body else {"text": True}
         if kind == "transfer":
-            told |= {"cache": self._caches.of(body["cache_id"]), "from": body["source_worker"]}
-            told |= {"num_tokens": body.get("num_tokens"), "by_cost": body.get("by_cost", False)}
-            told |= {key: body[key] for key in ("mapper",) if body.get(key, "auto") != "auto"}
-            told |= {"native_head": body["native_head"]} if body.get("native_head", 4) != 4 else {}
+            fields |= {"cache": self._caches.of(body["cache_id"]), "from": body["source_worker"]}
+            fields |= {"num_tokens": body.get("num_tokens"), "by_cost": body.get("by_cost", False)}
+            fields |= {key: body[key] for key in ("mapper",) if body.get(key, "auto") != "auto"}
+            fields |= {"native_head": body["native_head"]} if body.get("native_head", 4) != 4 else {}
         if kind in ("chat", "complete"):
             params = body.get("kv_transfer_params") or {}
-            told |= {"cache": self._caches.of(params.get("cache_id"))}
-            told |= {"messages": len(body["messages"])} if "messages" in body else {"text": True}
-            told |= {key: params[key] for key in ("require_exact", "agreement_probe", "shadow") if params.get(key)}
-            told |= {key: params[key] for key in ("reuse", "store") if params.get(key) is False}
+            fields |= {"cache": self._caches.of(params.get("cache_id"))}
+            fields |= {"messages": len(body["messages"])} if "messages" in body else {"text": True}
+            fields |= {key: params[key] for key in ("require_exact", "agreement_probe", "shadow") if params.get(key)}
+            fields |= {key: params[key] for key in ("reuse", "store") if params.get(key) is False}
             options = body.get("stream_options") or {}
-            told |= {"interval_ms": options["interval_ms"]} if options.get("interval_ms") else {}
-            told |= {key: body[key] for key in ("logprobs", "top_logprobs") if body.get(key)}
-            told |= {key: body[key] for key in ("priority", "max_tokens", "response_format") if body.get(key)}
-        told |= {key: body[key] for key in ("stable_messages", "target_model") if body.get(key)}
-        told |= {"tools": len(body["tools"])} if body.get("tools") else {}
+            fields |= {"interval_ms": options["interval_ms"]} if options.get("interval_ms") else {}
+            fields |= {key: body[key] for key in ("logprobs", "top_logprobs") if body.get(key)}
+            fields |= {key: body[key] for key in ("priority", "max_tokens", "response_format") if body.get(key)}
+        fields |= {key: body[key] for key in ("stable_messages", "target_model") if body.get(key)}
+        fields |= {"tools": len(body["tools"])} if body.get("tools") else {}
         if body.get("deadline_ms") is not None:
-            told["deadline_s"] = round(body["deadline_ms"] / 1000, 3)
+            fields["deadline_s"] = round(body["deadline_ms"] / 1000, 3)
         if (salt := self._salts.of(body.get("tenant_salt"))) not in (None, "s1"):
-            told["salt"] = salt
-        return told
+            fields["salt"] = salt
+        return fields
 
     def outcome(self, status: int, raw: bytes, is_whole: bool) -> str:
-        """What the gateway got out of a call."""
+        """The result of a call, as the gateway received it."""
         if status == 0:
             return "given up"
         if status != 200:
@@ -205,10 +205,10 @@ class World:
         reply = orjson.loads(raw)
         if "cache_id" not in reply:
             return "garbage" if "nonsense" in reply else "ok"
-        told = f"{self._caches.of(reply['cache_id'])} of {reply['num_tokens']}"
+        cache = f"{self._caches.of(reply['cache_id'])} of {reply['num_tokens']}"
         if "cached_tokens" in reply:
-            return f"{told}, {reply['cached_tokens']} cached"
-        return f"{told}, {reply['decision']}"
+            return f"{cache}, {reply['cached_tokens']} cached"
+        return f"{cache}, {reply['decision']}"
 
     def _outcome_of_stream(self, raw: bytes, is_whole: bool) -> str:
         frames = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
@@ -220,10 +220,10 @@ class World:
             return f"broke off: {last['error']['code']}"
         return "cut off" if is_whole else "hung up"
 
-    # What the client sees
+    # Turns of the client
 
     async def forget_metrics(self) -> None:
-        """Count from here on."""
+        """Count metrics and charges from here on."""
         await self._metrics()
         await self._charge()
 
@@ -236,11 +236,11 @@ class World:
         hang_up_at_s: float | None = None,
         api_key: str | None = None,
     ) -> Json:
-        """Make one request and record everything that came of it."""
+        """Send one request and record its reply, worker calls, metrics and charges."""
         self.calls, self._began_at = [], CLOCK.now
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         pieces: list[bytes] = []
-        seen: Json = {"turn": label}
+        record: Json = {"turn": label}
         try:
             async with (
                 asyncio.timeout(hang_up_at_s),
@@ -249,19 +249,19 @@ class World:
                 async for piece in reply.aiter_bytes():
                     pieces.append(piece)
         except TimeoutError:
-            seen |= {"hung_up": True} | (self._seen(reply, b"".join(pieces)) if pieces else {})
+            record |= {"hung_up": True} | (self._reply_record(reply, b"".join(pieces)) if pieces else {})
         else:
-            seen |= self._seen(reply, b"".join(pieces))
-        seen["took_s"] = round(CLOCK.now - self._began_at, 3)
+            record |= self._reply_record(reply, b"".join(pieces))
+        record["took_s"] = round(CLOCK.now - self._began_at, 3)
         await asyncio.sleep(SETTLE_S)
-        seen["calls"] = [dict(call) for call in self.calls]
-        seen["metrics"] = await self._metrics()
-        seen["charged"] = await self._charge()
-        self.turns.append({key: seen[key] for key in seen if seen[key] is not None})
+        record["calls"] = [dict(call) for call in self.calls]
+        record["metrics"] = await self._metrics()
+        record["charged"] = await self._charge()
+        self.turns.append({key: record[key] for key in record if record[key] is not None})
         return self.turns[-1]
 
     async def heal(self) -> None:
-        """Nothing fails any more."""
+        """Clear all faults."""
         for worker in self.workers.values():
             worker.heal()
 
@@ -269,33 +269,33 @@ class World:
         await self.http.post(f"/admin/workers/{worker}/drain", headers=ADMIN)
 
     def before(self, worker: str, kind: str, number: int, change: Callable[[], None]) -> None:
-        """Make a change just before the worker gets its n-th call of a kind from now on."""
+        """Call `change` just before the worker gets its n-th call of a kind from now on."""
         self._hooks[worker, kind, self._num_calls[worker, kind] + number] = change
 
-    def _seen(self, reply: httpx.Response, raw: bytes) -> Json:
-        seen: Json = {"status": reply.status_code, "headers": _headers(reply)}
+    def _reply_record(self, reply: httpx.Response, raw: bytes) -> Json:
+        record: Json = {"status": reply.status_code, "headers": _headers(reply)}
         if reply.headers["content-type"].startswith("text/event-stream"):
-            return seen | self._seen_of_stream(raw.decode())
+            return record | self._stream_record(raw.decode())
         body = self.last_reply = orjson.loads(raw)
         if "error" in body:
-            return seen | {"error": _error(body["error"])}
+            return record | {"error": _error(body["error"])}
         if "choices" in body:
             (choice,) = body["choices"]
-            seen["answer"] = _answer(choice.get("message") or choice, choice)
-            seen["usage"] = _usage(body["usage"])
-            seen["report"] = self._report(body["kvrelay"])
-            return seen
-        return seen | {"reply": self._plain(body)}
+            record["answer"] = _answer(choice.get("message") or choice, choice)
+            record["usage"] = _usage(body["usage"])
+            record["report"] = self._report(body["kvrelay"])
+            return record
+        return record | {"reply": self._plain(body)}
 
-    def _seen_of_stream(self, text: str) -> Json:
-        kinds, told, deltas, finish, usage = [], None, [], None, None
+    def _stream_record(self, text: str) -> Json:
+        kinds, report, deltas, finish, usage = [], None, [], None, None
         error = None
         for event in text.split("\n\n")[:-1]:
             kind = "comment"
             if event.startswith("data: "):
                 chunk = {} if event == "data: [DONE]" else orjson.loads(event.removeprefix("data: "))
                 kind = _kind(chunk)
-                told = chunk.get("kvrelay", told)
+                report = chunk.get("kvrelay", report)
                 usage = chunk.get("usage", usage)
                 error = chunk.get("error", error)
                 for choice in chunk.get("choices") or ():
@@ -304,31 +304,31 @@ class World:
             kinds.append(kind)
         text = "".join(delta.get("content") or "" for delta in deltas)
         calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
-        seen: Json = {"events": _counted(kinds)}
-        seen["answer"] = _answer({"content": text, "tool_calls": calls}, {"finish_reason": finish})
-        seen |= {"usage": _usage(usage)} if usage else {}
-        seen |= {"report": self._report(told)} if told else {}
-        return seen | ({"error": _error(error)} if error else {})
+        record: Json = {"events": _counted(kinds)}
+        record["answer"] = _answer({"content": text, "tool_calls": calls}, {"finish_reason": finish})
+        record |= {"usage": _usage(usage)} if usage else {}
+        record |= {"report": self._report(report)} if report else {}
+        return record | ({"error": _error(error)} if error else {})
 
-    def _report(self, told: Json) -> Json:
-        """The `kvrelay` field without nulls and without flags that are false. Of times only the names are kept."""
-        explained = told.pop("explained", None)
+    def _report(self, field: Json) -> Json:
+        """The `kvrelay` field without nulls and false flags, and with names in place of times."""
+        explained = field.pop("explained", None)
         report: Json = {
             key: value
-            for key, value in told.items()
+            for key, value in field.items()
             if key not in TIMES and value is not (False if key in FLAGS else None)
         }
-        report["times"] = " ".join(key.removesuffix("_ms") for key in told if key in TIMES and told[key] is not None)
+        report["times"] = " ".join(key.removesuffix("_ms") for key in field if key in TIMES and field[key] is not None)
         if "confidence" in report:
             report["confidence"] = round(report["confidence"], 4)
         if explained is not None:
             report["explained"] = self._plain(explained)
-        if told.keys() != REPORT_KEYS:
-            report["keys"] = sorted(told.keys() ^ REPORT_KEYS)
+        if field.keys() != REPORT_KEYS:
+            report["keys"] = sorted(field.keys() ^ REPORT_KEYS)
         return report
 
     def _plain(self, value: Any) -> Any:
-        """A reply's JSON with ids named, times and digests hidden."""
+        """A reply's JSON with short ids, and without times and digests."""
         if isinstance(value, list):
             return [self._plain(one) for one in value]
         if not isinstance(value, dict):
@@ -344,11 +344,11 @@ class World:
         return plain
 
     async def _metrics(self) -> Json:
-        """What has changed since the turn before: the metric and its labels' values, in the order of their names."""
+        """Changes since the turn before, by metric and label values, sorted by label name."""
         counted: dict[str, float] = {}
         for line in (await self.http.get("/metrics")).text.splitlines():
             sample = SAMPLE.fullmatch(line)
-            if sample is not None and sample["name"] in COUNTED and 'model="none"' not in line:  # of the harness itself
+            if sample is not None and sample["name"] in COUNTED and 'model="none"' not in line:  # the harness
                 name = re.sub("_total$|(_seconds)?_count$", "", sample["name"])
                 labels = sorted(LABEL.findall(sample["labels"] or ""))
                 counted[" ".join([name, *(value for _, value in labels)])] = float(sample["value"])
@@ -369,13 +369,13 @@ class World:
 
 
 def _headers(reply: httpx.Response) -> Json:
-    seen = {key.removeprefix("x-kvrelay-"): value for key, value in reply.headers.items() if _is_told(key)}
-    if "overhead-ms" in seen:
-        seen["overhead-ms"] = "ms" if re.fullmatch(r"\d+\.\d\d", seen["overhead-ms"]) else "?"
-    return seen
+    record = {key.removeprefix("x-kvrelay-"): value for key, value in reply.headers.items() if _is_recorded(key)}
+    if "overhead-ms" in record:
+        record["overhead-ms"] = "ms" if re.fullmatch(r"\d+\.\d\d", record["overhead-ms"]) else "?"
+    return record
 
 
-def _is_told(header: str) -> bool:
+def _is_recorded(header: str) -> bool:
     return header.startswith("x-kvrelay-") or header in ("retry-after", "x-should-retry")
 
 
@@ -390,8 +390,8 @@ def _answer(message: Json, choice: Json) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    told = {key.removesuffix("_tokens"): usage[key] for key in ("prompt_tokens", "completion_tokens")}
-    return told | {"cached": usage["prompt_tokens_details"]["cached_tokens"]}
+    counts = {key.removesuffix("_tokens"): usage[key] for key in ("prompt_tokens", "completion_tokens")}
+    return counts | {"cached": usage["prompt_tokens_details"]["cached_tokens"]}
 
 
 def _kind(chunk: Json) -> str:

@@ -59,9 +59,7 @@ async def test_missing_shm_file_falls_back_to_tcp_and_releases_source(
     small: ServedWorker, folder: Path, bundle: Path
 ) -> None:
     (SHM / str((await small.client.info()).exports[0].address["name"])).unlink()
-    async with serving(
-        folder, id="large", peers={"small": small.app}, bundles=[bundle], release_source=True
-    ) as large:
+    async with serving(folder, id="large", peers={"small": small.app}, bundles=[bundle], release_source=True) as large:
         cache_id = (await prefill(small, 3)).cache_id
         moved = await large.client.transfer(transfer_request(cache_id, num_tokens=60), timeout_s=60)
         assert moved.transport == "tcp"

@@ -67,9 +67,7 @@ async def test_mapped_answer_matches_replay(pair: Pair, folder: Path, small_fold
     assert usage["cached_tokens"] == reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_late_or_too_long_transfer_is_declined_and_not_retryable(
-    pair: Pair, folder: Path, bundle: Path
-) -> None:
+async def test_late_or_too_long_transfer_is_declined_and_not_retryable(pair: Pair, folder: Path, bundle: Path) -> None:
     """Neither is a failure of the worker: both reply with 4xx and `x-should-retry: false`."""
     small, _ = pair
     async with serving(folder, id="large", peers={"small": small.app}, bundles=[bundle], max_model_len=64) as large:
@@ -172,7 +170,7 @@ async def test_transfers_are_counted(pair: Pair) -> None:
     metrics = (await large.http.get("/metrics")).text
     assert 'kvrelay_kv_transfer_total{result="ok"} 1.0' in metrics
     assert "kvrelay_kv_transfer_duration_seconds_count 1.0" in metrics
-    assert metrics.count('kvrelay_kv_transfer_phase_seconds_count{phase=') == len(TRANSFER_PHASES)
+    assert metrics.count("kvrelay_kv_transfer_phase_seconds_count{phase=") == len(TRANSFER_PHASES)
     assert 'kvrelay_kv_transfer_phase_seconds_count{phase="map"} 1.0' in metrics
     assert f"kvrelay_kv_transfer_tokens_total {float(moved.num_tokens - HEAD)}" in metrics
     assert (await large.client.info()).rates.map_tokens_per_s
@@ -234,9 +232,7 @@ async def test_bundle_for_other_weights_is_not_used(folder: Path, small_folder: 
         assert not info.usable and info.reason and "weights" in info.reason
 
 
-async def test_bundle_for_another_chat_template_is_not_used(
-    folder: Path, bundle: Path, tmp_path: Path
-) -> None:
+async def test_bundle_for_another_chat_template_is_not_used(folder: Path, bundle: Path, tmp_path: Path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
     async with serving(other, bundles=[bundle]) as large:

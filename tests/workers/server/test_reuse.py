@@ -112,9 +112,7 @@ async def test_num_tokens_caps_reuse(served: ServedWorker) -> None:
     assert (await served.chat(cache_id=cache.cache_id, num_tokens=17))["kv_transfer_params"]["cached_tokens"] == 17
 
 
-async def test_cache_is_reused_up_to_the_first_difference(
-    served: ServedWorker, reference: LlamaForCausalLM
-) -> None:
+async def test_cache_is_reused_up_to_the_first_difference(served: ServedWorker, reference: LlamaForCausalLM) -> None:
     cache = await prefill(served)
     other = [Message(role="system", content=SYSTEM.text[:40] + "but a dog does not."), QUESTION]
     reply = await served.chat(other, cache_id=cache.cache_id)
@@ -188,9 +186,7 @@ async def test_full_pool_does_not_fail_the_answer(served: ServedWorker) -> None:
     assert await counts(served, "cache_store_failures_total") == {"pool_full": 1}
 
 
-async def test_late_kv_fetch_does_not_fail_the_answer(
-    served: ServedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_kv_fetch_does_not_fail_the_answer(served: ServedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def too_late(sequence: TransformersSequence, begin: int) -> None:
         raise DeadlineExceeded("planted")
 

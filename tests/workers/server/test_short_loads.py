@@ -61,9 +61,7 @@ async def test_partly_loaded_mapped_cache_reports_the_loaded_tokens(
 
 
 @pytest.mark.parametrize("max_loaded", [0, 40], indirect=True)
-async def test_prefilled_tokens_are_not_counted_as_hits(
-    served: ServedWorker, folder: Path, max_loaded: int
-) -> None:
+async def test_prefilled_tokens_are_not_counted_as_hits(served: ServedWorker, folder: Path, max_loaded: int) -> None:
     request_body = PrefillRequest(token_ids=served.prompt(), tenant_salt=SALT)
     cache = await served.client.prefill(request_body, timeout_s=60)
     reply = await served.chat(cache_id=cache.cache_id, max_tokens=NUM)
