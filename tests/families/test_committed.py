@@ -1,4 +1,4 @@
-"""The families as committed: their models can be made here, and their bundles fit them and pass their gates."""
+"""The committed families: their models can be built here, and their bundles match them and pass their gates."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mappers.fingerprint import RECIPE_FILE, file_digest
 
 @pytest.fixture(scope="module", params=[pytest.param("smol", marks=pytest.mark.slow), "tiny"])
 def family(request: pytest.FixtureRequest) -> ModelFamily:
-    made = find_family(request.param)
-    made.prepare(lambda _: None)
-    return made
+    family = find_family(request.param)
+    family.prepare(lambda _: None)
+    return family
 
 
 @pytest.fixture(scope="module")
 def smol() -> ModelFamily:
-    made = find_family("smol")
-    made.prepare(lambda _: None)
-    return made
+    family = find_family("smol")
+    family.prepare(lambda _: None)
+    return family
 
 
-def test_a_bundle_is_for_the_models_of_its_family_and_passes_its_gate(family: ModelFamily) -> None:
+def test_bundle_matches_its_family_and_passes_its_gate(family: ModelFamily) -> None:
     mapper = mappers.load(family.bundle)
     mapper.check(mappers.fingerprint(family.source), mappers.fingerprint(family.target))
     assert mapper.refusal() is None
@@ -42,13 +42,13 @@ def test_committed_weights_stay_under_30_mb() -> None:
     assert sum(path.stat().st_size for path in families.rglob("*.safetensors")) < 30_000_000
 
 
-def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
+def test_unknown_family_error_lists_known_families() -> None:
     with pytest.raises(UnknownFamily, match="'smoll' is neither a bundle nor a family; known families: smol, tiny"):
         find_family("smoll")
 
 
 @pytest.mark.slow
-def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily) -> None:
+def test_smol_small_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily) -> None:
     with (
         safe_open(smol.source / "model.safetensors", framework="pt") as small,
         safe_open(smol.target / "model.safetensors", framework="pt") as large,
@@ -61,8 +61,8 @@ def test_the_small_sibling_keeps_the_lower_layers_bit_for_bit(smol: ModelFamily)
 
 
 @pytest.mark.slow
-def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: ModelFamily, tmp_path: Path) -> None:
-    """One weight moved by one unit in the last place, as another processor might have computed it."""
+def test_fingerprint_check_ignores_rounding_of_built_weights(smol: ModelFamily, tmp_path: Path) -> None:
+    """One weight differs by one unit in the last place, as on another processor."""
     folder = tmp_path / "smol-small"
     shutil.copytree(smol.source, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -72,7 +72,7 @@ def test_last_bits_that_differ_with_the_processor_do_not_matter(smol: ModelFamil
     record = json.loads((folder / RECIPE_FILE).read_text())
     assert file_digest(folder / "model.safetensors") != record["output_digest"]
     mapper = mappers.load(smol.bundle)
-    with pytest.raises(FingerprintMismatch):  # changed since it was made
+    with pytest.raises(FingerprintMismatch):  # the output digest no longer matches
         mapper.check(mappers.fingerprint(folder), mappers.fingerprint(smol.target))
     record["output_digest"] = file_digest(folder / "model.safetensors")
     (folder / RECIPE_FILE).write_text(json.dumps(record))

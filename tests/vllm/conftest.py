@@ -1,4 +1,4 @@
-"""What runs vLLM runs it on a tiny random model; without vLLM it is skipped, and `make test-vllm` installs it."""
+"""Tests that run vLLM use a tiny random model. They are skipped without vLLM; `make test-vllm` installs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bundle(small_folder: Path, folder: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def llm(installed: None, folder: Path, bundle: Path) -> Any:
-    """vLLM with the connector, all of it in this process."""
+    """vLLM with the connector, all in this process."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,4 +1,4 @@
-"""vLLM's place taken by plain values: a request, a paged cache, and an operation that packs blocks in its own way."""
+"""Stand-ins for vLLM: a request, a paged cache, and an operation that packs blocks in its own way."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from workers.pool.blocks import block_bytes, blocks_for
 from workers.pool.pool import Pool
 from workers.pool.tickets import TicketIssuer
 
-PAGED_TOKENS = 4  # of a paged block
+PAGED_TOKENS = 4  # per paged block
 NUM_PAGED = 48
 MAX_TOKENS = 160
 
 
 @dataclass
 class Request:
-    """As much of vLLM's request as the connector looks at."""
+    """The fields of vLLM's request that the connector uses."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -44,7 +44,7 @@ class Request:
 
 
 def packed_write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Stands for vLLM's operation: keys transposed within a block, values in two interleaved halves."""
+    """Replaces vLLM's operation: keys transposed within a block, values in two interleaved halves."""
     size, dim = key_cache.shape[2:]
     for row, slot in enumerate(slots.tolist()):
         block, token = divmod(slot, size)
@@ -59,14 +59,14 @@ def paged_cache(layout: KVLayout, heads: HeadRange | None = None) -> PagedCache:
     return PagedCache(layers, CpuLayout(packed_write, PAGED_TOKENS, layout.head_dim, torch.float32), heads)
 
 
-def read(cache: PagedCache, blocks: Sequence[int], num_tokens: int) -> KVCache:
+def read_cache(cache: PagedCache, blocks: Sequence[int], num_tokens: int) -> KVCache:
     pairs = [cache.layout.read(layer, blocks, num_tokens) for layer in cache.layers]
     return KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs))
 
 
 @dataclass
 class Engine:
-    """A step of vLLM, between the two sides of the connector. Its target is the larger of the handoff tests' models."""
+    """Runs steps of vLLM between both sides of the connector, with the target model of the handoff tests."""
 
     scheduler: SchedulerSide
     worker: WorkerSide
@@ -81,7 +81,7 @@ class Engine:
         return self.scheduler.add_request(request)
 
     def step(self, request: Request, num_computed: int = 0) -> set[int]:
-        """Schedule all of the prompt beyond what is computed and loaded; the blocks that could not be loaded."""
+        """Schedule the prompt beyond its computed and loaded tokens; return the blocks that failed to load."""
         matched = self.scheduler.num_loadable(request.request_id, num_computed)
         self.scheduler.blocks_assigned(request.request_id, self.blocks[request.request_id], matched)
         request.num_computed_tokens = num_computed + matched
@@ -95,7 +95,7 @@ class Engine:
         return self.scheduler.end_step(failed, self.worker.take_saved())
 
     def ticket(self, model: str, token_ids: Sequence[int], seed: int = 0) -> tuple[Ticket, KVCache]:
-        """A cache of `small` or of `large` itself, with random KV, and that."""
+        """Store random KV in the pool of `small` or `large`; return a ticket on it and the KV."""
         pool = self.pools[model]
         kv = random_kv(0, len(token_ids), seed=seed, layout=pool.layout)
         entry = pool.store(tuple(token_ids), kv, SALT, ttl_s=60)
@@ -123,14 +123,14 @@ def engine() -> Iterator[Engine]:
 
 @dataclass
 class Peer:
-    """A worker's pool, and the tickets on it."""
+    """A worker's pool and its ticket issuer."""
 
     pool: Pool
-    office: TicketIssuer
+    issuer: TicketIssuer
 
     def ticket(self, token_ids: Sequence[int], kv: KVCache) -> Ticket:
         entry = self.pool.store(tuple(token_ids), kv, SALT, ttl_s=600)
-        return self.office.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
+        return self.issuer.ticket(self.pool.lease(entry.cache_id, SALT, ttl_s=600))
 
 
 def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "float32") -> Peer:
@@ -140,19 +140,19 @@ def peer_of(folder: Path, num_layers: int, block_tokens: int, dtype: str = "floa
     return Peer(pool, TicketIssuer(pool, folder.name))
 
 
-def replayed(
+def replay_answer(
     bundle: Path, source: Any, target: Any, ids: list[int], handed: int, head: int, num_tokens: int
 ) -> list[int]:
-    """The greedy tokens of `target` behind `ids`, of which it has read all but `[head, handed)`: that was mapped."""
+    """The greedy tokens of `target` after `ids`, with tokens `[head, handed)` mapped from `source`."""
     cache = mappers.replay(mappers.load(bundle), source, target, ids, handed, head)
-    written: list[int] = []
+    tokens: list[int] = []
     for _ in range(num_tokens):
-        _, hidden = run(target, (ids + written)[handed:], cache)
-        written.append(int(target.lm_head(hidden[-1]).argmax()))
-    return written
+        _, hidden = run(target, (ids + tokens)[handed:], cache)
+        tokens.append(int(target.lm_head(hidden[-1]).argmax()))
+    return tokens
 
 
 def params(*tickets: Ticket, publish: bool = False, **more: Any) -> dict[str, Any]:
     load = [{"ticket": ticket.model_dump()} for ticket in tickets]
-    told = {"tenant_salt": SALT, "load": load} | more
-    return told | ({"publish": {"ttl_s": 30}} if publish else {})
+    fields = {"tenant_salt": SALT, "load": load} | more
+    return fields | ({"publish": {"ttl_s": 30}} if publish else {})

@@ -1,4 +1,4 @@
-"""What the connector refuses at start, with the reason."""
+"""The connector rejects unsupported settings at startup and gives the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = EngineModel(Path("m"), "m", "ab" * 32, LAYOUT, 512, 32, "auto", "cpu")
 
 
 def groups(*kinds: str, **fields: Any) -> SimpleNamespace:
-    """vLLM's description of its KV, of specs that are called so."""
+    """vLLM's description of its KV groups, with one spec for each class name."""
     specs = [type(kind, (), {"sliding_window": None} | fields)() for kind in kinds]
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
@@ -35,7 +35,7 @@ FULL = groups("FullAttentionSpec")
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("kv_config", "reason"),
     [
         (groups("FullAttentionSpec", "MambaSpec"), "2 KV groups"),
         (groups("SlidingWindowSpec", sliding_window=128), "sliding window"),
@@ -44,27 +44,27 @@ FULL = groups("FullAttentionSpec")
         (groups("MambaSpec"), "full attention are needed"),
     ],
 )
-def test_kv_of_another_kind_is_refused(found: SimpleNamespace, reason: str) -> None:
-    assert reason in (unsupported_reason(found) or "")
+def test_unsupported_kv_is_rejected(kv_config: SimpleNamespace, reason: str) -> None:
+    assert reason in (unsupported_reason(kv_config) or "")
     with pytest.raises(SettingsError, match=reason):
-        MODEL.check(found, "recompute")
+        MODEL.check(kv_config, "recompute")
 
 
-def test_full_attention_is_served() -> None:
+def test_full_attention_is_supported() -> None:
     MODEL.check(FULL, "recompute")
 
 
-def test_failures_must_be_computed_again() -> None:
+def test_load_failure_policy_must_be_recompute() -> None:
     with pytest.raises(SettingsError, match="'fail'; it must be 'recompute'"):
         MODEL.check(FULL, "fail")
 
 
-def test_steps_that_are_scheduled_ahead_are_refused() -> None:
+def test_async_scheduling_is_rejected() -> None:
     with pytest.raises(SettingsError, match="--no-async-scheduling"):
         replace(MODEL, schedules_ahead=True).check(FULL, "recompute")
 
 
-def test_quantised_kv_is_refused() -> None:
+def test_quantised_kv_is_rejected() -> None:
     with pytest.raises(SettingsError, match="fp8_e5m2"):
         replace(MODEL, paged_dtype="fp8_e5m2").check(FULL, "recompute")
 
@@ -72,12 +72,12 @@ def test_quantised_kv_is_refused() -> None:
 @pytest.mark.parametrize(
     "extra", [{"bundel": []}, {"block_tokens": 0}, {"name": "a/b"}, {"exchange_bytes": "much"}], ids=str
 )
-def test_settings_that_are_wrong_are_named(extra: dict[str, Any]) -> None:
+def test_invalid_settings_are_named(extra: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(extra))):
         ConnectorSettings.of(extra)
 
 
-def test_without_vllm_the_worker_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_vllm_reports_the_missing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for module in ("vllm", "vllm.v1.engine.async_llm"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -85,17 +85,17 @@ def test_without_vllm_the_worker_says_what_is_missing(tmp_path: Path, monkeypatc
         load_engine(WorkerSettings(id="large-0", model=str(tmp_path), engine="vllm"))
 
 
-def test_a_process_whose_parent_has_ended_does_not_begin() -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+def test_process_with_exited_parent_does_not_start() -> None:
+    parent = subprocess.Popen(["true"])
+    parent.wait()
     try:
         with pytest.raises(SettingsError, match="the parent has already exited"):
-            ConnectorSettings(parent=gone.pid).follow_parent(is_worker=False)
+            ConnectorSettings(parent=parent.pid).follow_parent(is_worker=False)
     finally:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # this process goes on
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)  # keep this process alive
 
 
-def test_layers_are_put_in_the_models_order() -> None:
+def test_layers_are_put_in_model_order() -> None:
     caches = {f"model.layers.{number}.self_attn.attn": torch.full((1,), number) for number in (1, 0)}
     assert [int(layer) for layer in MODEL.in_order(caches)] == [0, 1]
     with pytest.raises(SettingsError, match=r"\[0\]; m has 2 layers"):

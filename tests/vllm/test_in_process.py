@@ -1,4 +1,4 @@
-"""The connector in vLLM itself: what was loaded answers as what was read, and reaches nobody else. In one process."""
+"""The connector inside vLLM, in one process: loaded KV answers like prefilled KV, and reaches no other request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from mappers.models import prefill
 from tests.vllm.conftest import BLOCK_TOKENS as BLOCK
-from tests.vllm.support import Peer, params, peer_of, replayed
+from tests.vllm.support import Peer, params, peer_of, replay_answer
 from tests.workers.engines import tiny
 from tests.workers.engines.tiny import random_tokens
 from tests.workers.pool.support import SALT
@@ -48,10 +48,10 @@ def ask(llm: Any) -> Any:
         )
         given: dict[str, Any] = {"prompt_token_ids": list(prompt)} | ({"cache_salt": salt} if salt else {})
         output = llm.generate([given], sampling, use_tqdm=False)[0]
-        written = output.outputs[0]
+        completion = output.outputs[0]
         return Answer(
-            list(written.token_ids),
-            [entry[token].logprob for token, entry in zip(written.token_ids, written.logprobs, strict=True)],
+            list(completion.token_ids),
+            [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)],
             TransferReport.model_validate(output.kv_transfer_params or {}),
             output.num_cached_tokens,
         )
@@ -62,8 +62,8 @@ def ask(llm: Any) -> Any:
 _salts = itertools.count()
 
 
-def fresh() -> str:
-    """A salt under which vLLM has nothing yet."""
+def fresh_salt() -> str:
+    """A salt under which vLLM has cached nothing."""
     return f"fresh-{next(_salts)}"
 
 
@@ -87,18 +87,16 @@ def assert_answers_alike(left: Answer, right: Answer) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK + 5, 8 * BLOCK, 300])
-def test_what_is_published_is_the_models_kv_and_answers_as_what_was_read(
-    ask: Any, folder: Path, num_tokens: int
-) -> None:
+def test_published_kv_is_native_and_answers_like_prefill(ask: Any, folder: Path, num_tokens: int) -> None:
     ids = random_tokens(num_tokens + 40, seed=num_tokens)
-    native = ask(ids, salt=fresh())
+    native = ask(ids, salt=fresh_salt())
     published = ask(ids[:num_tokens], params(publish=True), num=1).report.ticket
     assert published is not None and published.num_tokens == num_tokens
     sources = PoolReaders()
     kv = sources.reader(published).read(published.blocks, published.generations, 0, num_tokens)
     expected = prefill(tiny.reference(folder), ids[:num_tokens])
-    for found, wanted in zip(kv.keys + kv.values, expected.keys + expected.values, strict=True):
-        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    for actual, native_kv in zip(kv.keys + kv.values, expected.keys + expected.values, strict=True):
+        torch.testing.assert_close(actual, native_kv, atol=TOLERANCE, rtol=0)
     sources.close()
     loaded = ask(ids, params(published))
     assert loaded.report.loaded_tokens == num_tokens
@@ -106,15 +104,13 @@ def test_what_is_published_is_the_models_kv_and_answers_as_what_was_read(
 
 
 @pytest.mark.parametrize("num_tokens", [3 * BLOCK, 3 * BLOCK + 7])
-def test_another_documents_kv_never_reaches_an_exact_request(
-    ask: Any, large: Peer, folder: Path, num_tokens: int
-) -> None:
+def test_loaded_kv_never_reaches_an_exact_request(ask: Any, large: Peer, folder: Path, num_tokens: int) -> None:
     ids, other = random_tokens(num_tokens, seed=1), random_tokens(num_tokens, seed=2)
     question = random_tokens(20, seed=3)
-    wrong = large.ticket(ids, prefill(tiny.reference(folder), other))
-    poisoned = ask([*ids, *question], params(wrong))
+    wrong_ticket = large.ticket(ids, prefill(tiny.reference(folder), other))
+    poisoned = ask([*ids, *question], params(wrong_ticket))
     native = ask([*ids, *question])
-    again = ask([*ids, *question], params(wrong))
+    again = ask([*ids, *question], params(wrong_ticket))
     assert poisoned.report.loaded_tokens == num_tokens
     assert poisoned.logprobs != pytest.approx(native.logprobs, abs=0.1)
     assert_answers_alike(again, poisoned)
@@ -123,7 +119,7 @@ def test_another_documents_kv_never_reaches_an_exact_request(
 
 
 @pytest.mark.parametrize(("head", "dtype"), [(4, "float32"), (BLOCK + 1, "float32"), (4, "bfloat16")])
-def test_native_head_and_mapped_rest_answer_as_the_replay(
+def test_native_head_and_mapped_rest_match_replay(
     ask: Any, small_folder: Path, folder: Path, bundle: Path, head: int, dtype: str
 ) -> None:
     ids, tail = random_tokens(150, seed=7), 30
@@ -131,48 +127,48 @@ def test_native_head_and_mapped_rest_answer_as_the_replay(
     model, source_model = tiny.reference(folder), tiny.reference(small_folder).to(getattr(torch, dtype))
     small = peer_of(small_folder, 2, block_tokens=20, dtype=dtype)
     source = small.ticket(ids[:handed], prefill(source_model, ids[:handed]))
-    own = ask(ids[:head], params(publish=True), num=1).report.ticket
-    answer = ask(ids, params(own, source))
+    head_ticket = ask(ids[:head], params(publish=True), num=1).report.ticket
+    answer = ask(ids, params(head_ticket, source))
     small.pool.close()
     assert answer.report.loaded_tokens == handed
-    assert answer.token_ids == replayed(bundle, source_model, model, ids, handed, head, NUM)
+    assert answer.token_ids == replay_answer(bundle, source_model, model, ids, handed, head, NUM)
 
 
 @pytest.mark.parametrize("lost", ["all", "later blocks"])
-def test_a_source_that_cannot_be_read_is_computed_and_nothing_loops(
+def test_unreadable_source_is_recomputed_without_retries(
     ask: Any, large: Peer, small: Peer, small_folder: Path, folder: Path, lost: str
 ) -> None:
     ids = random_tokens(200, seed=11)
     reference = prefill(tiny.reference(folder), ids[:96])
     first = large.ticket(ids[:96], reference)
-    gone = small.ticket(ids[:180], prefill(tiny.reference(small_folder), ids[:180]))
+    closed = small.ticket(ids[:180], prefill(tiny.reference(small_folder), ids[:180]))
     small.pool.close()
-    given = params(gone) if lost == "all" else params(first, gone)
+    given = params(closed) if lost == "all" else params(first, closed)
     answer = ask(ids, given)
-    again = ask(ids, given)  # finds nothing of what was read instead, as if it were loaded
-    assert_answers_alike(answer, ask(ids, salt=fresh()))
+    again = ask(ids, given)  # must not find the prefilled blocks as if they were loaded
+    assert_answers_alike(answer, ask(ids, salt=fresh_salt()))
     assert_answers_alike(again, answer)
     assert answer.report.loaded_tokens == again.report.loaded_tokens == (0 if lost == "all" else 96)
     assert answer.report.refused and again.report.refused
-    assert answer.num_cached >= answer.report.loaded_tokens  # vLLM goes on counting what failed; the report does not
+    assert answer.num_cached >= answer.report.loaded_tokens  # vLLM also counts failed loads; the report does not
 
 
 @pytest.mark.parametrize("bad", [{"cache_id": 5}, {"tenant_salt": SALT, "load": 5}, {"tenant_salt": None}], ids=str)
-def test_bad_parameters_kill_no_engine(ask: Any, bad: Any) -> None:
+def test_bad_parameters_are_reported_and_answered(ask: Any, bad: Any) -> None:
     ids = random_tokens(60, seed=13)
     answer = ask(ids, bad)
     assert answer.report.refused
-    assert_answers_alike(answer, ask(ids, salt=fresh()))
+    assert_answers_alike(answer, ask(ids, salt=fresh_salt()))
 
 
-def test_all_of_a_prompt_at_hand_leaves_one_token_to_compute(ask: Any, large: Peer, folder: Path) -> None:
+def test_fully_cached_prompt_computes_one_token(ask: Any, large: Peer, folder: Path) -> None:
     ids = random_tokens(4 * BLOCK, seed=17)
     answer = ask(ids, params(large.ticket(ids, prefill(tiny.reference(folder), ids))))
     assert answer.report.loaded_tokens == len(ids) - 1
-    assert_answers_alike(answer, ask(ids, salt=fresh()))
+    assert_answers_alike(answer, ask(ids, salt=fresh_salt()))
 
 
-def test_requests_with_different_caches_run_together(llm: Any, large: Peer, folder: Path) -> None:
+def test_requests_with_different_caches_run_in_one_batch(llm: Any, large: Peer, folder: Path) -> None:
     from vllm import SamplingParams
 
     prompts = [random_tokens(140 + 9 * i, seed=20 + i) for i in range(4)]

@@ -1,4 +1,4 @@
-"""JSON mode: what a worker over vLLM writes follows the schema that was asked for."""
+"""JSON mode: answers of a worker over vLLM follow the requested schema."""
 
 from __future__ import annotations
 
@@ -34,31 +34,34 @@ async def served(installed: None, folder: Path) -> AsyncIterator[ServedWorker]:
         yield served
 
 
-def following(schema: dict[str, Any]) -> dict[str, Any]:
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-async def test_it_says_that_it_can(served: ServedWorker) -> None:
+async def test_info_lists_json_formats(served: ServedWorker) -> None:
     assert (await served.client.info()).response_formats == ["text", "json_object", "json_schema"]
 
 
-@pytest.mark.parametrize("form", [{"type": "json_object"}, following(SCHEMA)], ids=lambda form: form["type"])
+@pytest.mark.parametrize("form", [{"type": "json_object"}, schema_format(SCHEMA)], ids=lambda form: form["type"])
 @pytest.mark.parametrize("num_turns", [1, 4])
-async def test_the_answer_follows(served: ServedWorker, form: dict[str, Any], num_turns: int) -> None:
-    """Over a prompt that is read and over one that is found; with the log-probabilities that a policy judges by."""
+async def test_answer_follows_the_format(served: ServedWorker, form: dict[str, Any], num_turns: int) -> None:
+    """Over a prefilled and a cached prompt, with the logprobs that a policy scores."""
     for _ in range(2):
-        reply = await served.chat(TALK * num_turns, max_tokens=300, temperature=1, seed=5, logprobs=True, **asked(form))
+        reply = await served.chat(
+            TALK * num_turns, max_tokens=300, temperature=1, seed=5, logprobs=True, **format_field(form)
+        )
         answer = json.loads(content(reply))
         assert reply["choices"][0]["finish_reason"] == "stop"
         assert answer in ({"is_quick": True}, {"is_quick": None}) or form["type"] == "json_object"
         assert isinstance(answer, dict) and reply["choices"][0]["logprobs"]["content"]
 
 
-async def test_a_schema_that_is_none_is_refused_and_harms_nobody(served: ServedWorker) -> None:
+async def test_invalid_schema_is_rejected_and_later_requests_work(served: ServedWorker) -> None:
     with pytest.raises(InvalidRequest, match="nonsense"):
-        await served.chat(max_tokens=20, **asked(following({"type": "nonsense"})))
-    assert json.loads(content(await served.chat(max_tokens=300, seed=5, **asked({"type": "json_object"})))) is not None
+        await served.chat(max_tokens=20, **format_field(schema_format({"type": "nonsense"})))
+    reply = await served.chat(max_tokens=300, seed=5, **format_field({"type": "json_object"}))
+    assert json.loads(content(reply)) is not None
 
 
-def asked(form: dict[str, Any]) -> dict[str, Any]:
+def format_field(form: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": form}

@@ -1,4 +1,4 @@
-"""Paged blocks: what is written is read back, whatever the packing, and no block outside the cache is ever touched."""
+"""Paged blocks: written KV is read back under any packing, and no other block is touched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_of(dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
     ("kind", "device"), [("cpu", "cpu"), ("cuda", "cpu"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("cut", [0, 3, 8])
-def test_what_is_written_in_two_pieces_is_read_back(kind: str, device: str, dtype: torch.dtype, cut: int) -> None:
+def test_kv_written_in_two_pieces_is_read_back(kind: str, device: str, dtype: torch.dtype, cut: int) -> None:
     cache, blocks, num_tokens = cache_of(dtype, device), [7, 0, 31, 2], 14
     layout = layout_of(kind, dtype)
     keys, values = torch.randn(2, HEADS, num_tokens, DIM, device=device).to(dtype)
@@ -38,7 +38,7 @@ def test_what_is_written_in_two_pieces_is_read_back(kind: str, device: str, dtyp
 
 
 @pytest.mark.parametrize(("blocks", "begin"), [([1, NUM_PAGED], 0), ([-1, 2], 0), ([1, 2], 5), ([1], 0)])
-def test_a_slot_that_is_not_there_reaches_no_operation(blocks: list[int], begin: int) -> None:
+def test_invalid_slot_is_rejected_before_the_operation(blocks: list[int], begin: int) -> None:
     calls: list[int] = []
 
     def count(*_: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ def test_a_slot_that_is_not_there_reaches_no_operation(blocks: list[int], begin:
     assert not calls
 
 
-def test_a_packing_that_loses_elements_is_refused() -> None:
+def test_packing_that_loses_elements_is_rejected() -> None:
     def only_keys(keys: torch.Tensor, values: torch.Tensor, *rest: torch.Tensor) -> None:
         packed_write(keys, torch.zeros_like(values), *rest)
 

@@ -1,5 +1,5 @@
-"""A worker's sequence over a vLLM that reports what it did: what it could not load is not taken for loaded, and is not
-asked for again. vLLM's place is taken by plain values."""
+"""A worker's sequence over a fake vLLM: tokens that vLLM reports as not loaded do not count as loaded, and are not
+offered again."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ pytestmark = [
 
 @dataclass
 class ReportingLLM:
-    """Each request is answered with one token and the next report: the tokens loaded, None for no report at all."""
+    """Answers each request with one token and the next report: the tokens loaded, None for no report."""
 
     reports: list[int | None]
-    asked: list[dict[str, Any] | None] = field(default_factory=list)
+    requests: list[dict[str, Any] | None] = field(default_factory=list)
 
     async def generate(
         self, prompt: dict[str, Any], sampling: Any, request_id: str, priority: int
     ) -> AsyncIterator[SimpleNamespace]:
-        self.asked.append((sampling.extra_args or {}).get("kv_transfer_params"))
+        self.requests.append((sampling.extra_args or {}).get("kv_transfer_params"))
         loaded = self.reports.pop(0)
-        told = None if loaded is None else {"loaded_tokens": loaded, "refused": "planted", "ticket": None}
-        written = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=0.0, rank=1)}])
+        report = None if loaded is None else {"loaded_tokens": loaded, "refused": "planted", "ticket": None}
+        completion = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=0.0, rank=1)}])
         yield SimpleNamespace(
-            finished=True, outputs=[written], kv_transfer_params=told, prompt_token_ids=prompt["prompt_token_ids"]
+            finished=True, outputs=[completion], kv_transfer_params=report, prompt_token_ids=prompt["prompt_token_ids"]
         )
 
     @property
     def offered(self) -> list[int]:
-        """How many tokens each request named a source for."""
-        return [asked["load"][0]["num_tokens"] if asked and asked["load"] else 0 for asked in self.asked]
+        """The tokens of the source that each request offered."""
+        return [params["load"][0]["num_tokens"] if params and params["load"] else 0 for params in self.requests]
 
 
 @pytest.fixture
@@ -66,36 +66,36 @@ def sequence_over(llm: ReportingLLM) -> Any:
     return VllmSequence(engine, Claim())
 
 
-async def written(sequence: TokenSequence) -> list[int]:
+async def generate(sequence: TokenSequence) -> list[int]:
     return [token.id async for token in sequence.generate(Sampling(), 1)]
 
 
 @pytest.mark.parametrize(
-    ("reports", "told", "offered"),
+    ("reports", "expected", "offered"),
     [
         ([40, 40], [("exact", 40), ("exact", 40)], [40, 40]),
         ([0, 0], [("prefill", 0), ("prefill", 0)], [40, 0]),
         ([32, 32], [("exact", 32), ("exact", 32)], [40, 32]),
-        ([40, 32], [("exact", 40), ("exact", 32)], [40, 40]),  # it was preempted, and its source had gone
+        ([40, 32], [("exact", 40), ("exact", 32)], [40, 40]),  # preempted, with its source lost
         ([MIN_LOADED_TOKENS - 1, None], [("prefill", 0), ("prefill", 0)], [40, 0]),
         ([None, None], [("prefill", 0), ("prefill", 0)], [40, 0]),
     ],
 )
-async def test_an_answer_is_of_what_vllm_reports(
-    pool: Pool, reports: list[int | None], told: list[tuple[str, int]], offered: list[int]
+async def test_reuse_matches_what_vllm_loaded(
+    pool: Pool, reports: list[int | None], expected: list[tuple[str, int]], offered: list[int]
 ) -> None:
     entry = pool.store(IDS[:NUM_STORED], random_kv(0, NUM_STORED), SALT, ttl_s=600)
     llm = ReportingLLM(list(reports))
     sequence = sequence_over(llm)
     with find_reuse(pool, IDS, SALT, KVTransferParams(cache_id=entry.cache_id)) as reuse:
-        after_reading = await page_in(pool, sequence, IDS, reuse)
-        assert await written(sequence) == [7]
-        after_writing = reuse.cut(sequence.num_loaded)
-    assert [(found.path, found.cached_tokens) for found in (after_reading, after_writing)] == told
+        after_prefill = await page_in(pool, sequence, IDS, reuse)
+        assert await generate(sequence) == [7]
+        after_decode = reuse.cut(sequence.num_loaded)
+    assert [(found.path, found.cached_tokens) for found in (after_prefill, after_decode)] == expected
     assert llm.offered == offered
 
 
-async def test_the_rate_of_reading_is_that_of_what_was_read(pool: Pool) -> None:
+async def test_prefill_rate_counts_only_prefilled_tokens(pool: Pool) -> None:
     pool.store(IDS[:NUM_STORED], random_kv(0, NUM_STORED), SALT, ttl_s=600)
     for loaded, length in ((0, 0), (32, 32)):
         sequence = sequence_over(ReportingLLM([loaded]))

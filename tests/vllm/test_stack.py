@@ -1,4 +1,4 @@
-"""Behind the gateway: the `tiny` family with its large model on vLLM, as `make up ENGINE=vllm` serves a family."""
+"""The `tiny` family behind the gateway, with its large model on vLLM as `make up ENGINE=vllm` serves it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cluster(
         yield cluster
 
 
-def test_a_turn_is_handed_over_and_the_next_goes_on_from_it(cluster: Cluster, right: Right) -> None:  # noqa: F811
+def test_next_turn_continues_from_the_handed_over_cache(cluster: Cluster, right: Right) -> None:  # noqa: F811
     reply = cluster.client.escalate(FIRST)
     assert reply.path in ("mapped", "hybrid")
     right(reply, FIRST)
@@ -43,7 +43,7 @@ def test_a_turn_is_handed_over_and_the_next_goes_on_from_it(cluster: Cluster, ri
     right(second, after)
 
 
-def test_the_gateway_cannot_tell_when_the_large_model_is_asked(
+def test_large_model_by_name_is_served_as_on_transformers(
     cluster: Cluster,
     right: Right,  # noqa: F811
 ) -> None:
@@ -55,10 +55,10 @@ def test_the_gateway_cannot_tell_when_the_large_model_is_asked(
 def test_answers_are_right_while_the_small_worker_is_killed(cluster: Cluster, right: Right) -> None:  # noqa: F811
     talks = [talk(name) for name in ("Othello", "Mercutio", "Tybalt", "Iago", "Banquo", "Cassio")]
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        asked = [pool.submit(partial(cluster.client.escalate, document)) for document in talks]
-        eventually(lambda: any(reply.done() for reply in asked), "one of them is answered")
+        futures = [pool.submit(partial(cluster.client.escalate, document)) for document in talks]
+        eventually(lambda: any(future.done() for future in futures), "one of them is answered")
         cluster.kill("small")
-        replies = [reply.result() for reply in asked]
+        replies = [future.result() for future in futures]
     for reply, document in zip(replies, talks, strict=True):
         right(reply, document)
     assert any(reply.path not in ("mapped", "hybrid") for reply in replies)
