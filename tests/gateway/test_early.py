@@ -123,12 +123,12 @@ async def time_stream(stack: Stack) -> tuple[float, float]:
 
 @pytest.mark.parametrize("streaming", ["decide_first", "buffer", "stream_small"])
 async def test_streaming_mode_decides_what_is_sent_before_acceptance(streaming: str) -> None:
-    """Seven words, one every 0.2 s. The policy judges three, all, or none of them."""
+    """Seven words, one every 0.1 s. The policy judges three, all, or none of them."""
     policy = POLICY | {"num_tokens": 3, "streaming": streaming}
     async with live_stack(policy=policy) as stack:
-        stack.small.token_s = 0.2
+        stack.small.token_s = 0.1
         first_s, end_s = await time_stream(stack)
-        assert first_s > 1.4 if streaming == "buffer" else end_s - first_s > 0.5
+        assert first_s > 0.7 if streaming == "buffer" else end_s - first_s > 0.25
         stack.small.logprob = -2.0
         _, frames = await streamed(stack)
         by_small = streaming == "stream_small"

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from gateway.settings import RegistrySettings
 from gateway.state import registry
-from gateway.state.redis import SharedRedis
+from gateway.state.redis import CIRCUIT, SharedRedis
 from gateway.state.registry import KEY_PREFIX, Entry, RedisRegistry, Registry
 from tests.gateway.redis_process import RedisProcess, redis_process
 from tests.gateway.stack import MESSAGES, Stack, eventually, in_process, report, right_answer, text
@@ -273,8 +273,9 @@ async def eventually_found(store: Registry, key: str, expected: Entry) -> None:
     await asyncio.wait_for(poll(), 8)
 
 
-async def test_probe_survives_any_exception() -> None:
+async def test_probe_survives_any_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client library may raise undocumented exceptions."""
+    monkeypatch.setattr("gateway.state.redis.CIRCUIT", CIRCUIT.model_copy(update={"open_s": 0.1}))
     failures: list[Exception] = [RuntimeError("no running loop"), ValueError("not a reply")]
 
     async def ping() -> None:

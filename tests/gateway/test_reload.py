@@ -230,7 +230,10 @@ async def test_change_during_start_is_applied(stack: Stack, tmp_path: Path) -> N
     assert stack.metric("config_generation") == 2
 
 
-async def test_failed_watch_is_counted_and_restarted(stack: Stack, tmp_path: Path) -> None:
+async def test_failed_watch_is_counted_and_restarted(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.reload.REWATCH_S", 0.1)
     path = tmp_path / "mounted" / "kvrelay.yaml"
     async with reloading(of(stack), ConfigSource(path, lambda: from_values(values(policy=LARGE)))):
         await eventually(lambda: stack.metric("config_reload_total", result="failed") >= 1)

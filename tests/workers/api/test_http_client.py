@@ -99,7 +99,7 @@ async def whole(
     client: HttpClient, timeout_s: float = 5.0, path: str = "/x", body: bytes = b"", connect_timeout_s: float = 1.0
 ) -> tuple[int, str | None, bytes]:
     async with client.stream("POST", path, body, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s) as response:
-        return response.status, response.retry_after, await response.read_all(10.0)
+        return response.status, response.retry_after, await response.read_all(timeout_s)
 
 
 async def until(holds: Callable[[], bool]) -> None:
