@@ -113,7 +113,7 @@ def test_tiny_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_tiny_run_of_kvrelay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"rounds": 1, "requests": 20, "connections": 4, "per-s": 5, "seconds": 0.4, "streams": 5}
+    sizes = {"rounds": 1, "requests": 200, "connections": 4, "per-s": 5, "seconds": 0.4, "streams": 5}
     sizes |= {"stream-words": 3, "every-ms": 10, "memory-requests": 20}
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     assert main(["--only", "kvrelay", *options, "--json", str(tmp_path / "report.json")]) == 0

@@ -267,6 +267,7 @@ def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_file_of_dead_owner_is_reclaimed(
     owner: tuple[subprocess.Popen[str], str], segment: Segment, tmp_path: Path
 ) -> None:
@@ -292,6 +293,7 @@ def test_reclaim_keeps_other_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_reader_exit_keeps_file(segment: Segment, tmp_path: Path) -> None:
     """Python's SharedMemory would unlink it."""
     segment.generations[:] = [2, 4, 6, 8]
@@ -320,6 +322,7 @@ def test_file_reclaimed_before_lock_is_created_again(tmp_path: Path, monkeypatch
     segment.close()
 
 
+@pytest.mark.slow
 def test_reader_checking_owner_does_not_block_reclaim(owner: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     process, name = owner
     process.kill()
