@@ -86,8 +86,8 @@ async def test_handoff_by_cost_maps_less(pair: Pair) -> None:
     cache = pair.target.pool.get(reply.cache_id, SALT)
     assert (reply.decision, reply.num_tokens, reply.reason) == ("hybrid", 56, "time_for_a_longer_tail")
     assert cache.mapped == Span(4, 56) and cache.is_hybrid and cache.digest == reply.digest
-    asked = await pair.handoffs.transfer(request(entry, num_tokens=90), peer=pair.local_peer)
-    assert (asked.decision, asked.num_tokens) == ("map", 90)
+    mapped = await pair.handoffs.transfer(request(entry, num_tokens=90), peer=pair.local_peer)
+    assert (mapped.decision, mapped.num_tokens) == ("map", 90)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ async def assert_nothing_left(pair: Pair) -> None:
 # -- the request -----------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_cache(pair: Pair) -> None:
+async def test_unknown_cache_is_rejected(pair: Pair) -> None:
     await assert_fails(pair, CacheNotFound, "no cache kvc-0", entry=pair.source_cache(20), cache_id="kvc-" + "0" * 32)
 
 
-async def test_expired_cache() -> None:
+async def test_expired_cache_is_rejected() -> None:
     clock = ManualClock()
     pair = make_pair(clock=clock)
     entry = pair.source_cache(20, ttl_s=5)
@@ -79,11 +79,11 @@ async def test_expired_cache() -> None:
     pair.close()
 
 
-async def test_cache_of_another_tenant(pair: Pair) -> None:
+async def test_cache_of_another_tenant_is_rejected(pair: Pair) -> None:
     await assert_fails(pair, CacheMismatch, "another tenant", entry=pair.source_cache(20), tenant_salt=OTHER_SALT)
 
 
-async def test_wrong_source_or_target_model(pair: Pair) -> None:
+async def test_wrong_source_or_target_model_is_rejected(pair: Pair) -> None:
     entry = pair.source_cache(20)
     await assert_fails(pair, CacheMismatch, "of model small, not tiny", entry=entry, source_model="tiny")
     await assert_fails(
@@ -99,7 +99,7 @@ async def test_wrong_source_or_target_model(pair: Pair) -> None:
         ({"native_head": 9, "num_tokens": 8}, "native_head 9 leaves none of 8"),
     ],
 )
-async def test_more_tokens_than_the_cache_has(pair: Pair, changes: dict[str, int], match: str) -> None:
+async def test_lengths_beyond_the_cache_are_rejected(pair: Pair, changes: dict[str, int], match: str) -> None:
     await assert_fails(pair, InvalidRequest, match, entry=pair.source_cache(20), **changes)
 
 
@@ -159,14 +159,14 @@ async def test_forged_layout_is_caught_by_the_pool_file() -> None:
     pair.close()
 
 
-async def test_unsupported_transport(pair: Pair) -> None:
+async def test_unsupported_transport_is_rejected(pair: Pair) -> None:
     pair.adjust(site=pair.target.site.model_copy(update={"transports": ["shm"]}))
     await assert_fails(
         pair, TransferFailed, "the source offers inproc; this worker supports shm", entry=pair.source_cache(20)
     )
 
 
-async def test_ticket_of_earlier_epoch() -> None:
+async def test_ticket_of_earlier_epoch_is_stale() -> None:
     """The worker of the ticket has restarted since."""
     pair = make_pair("shm")
     entry = pair.source_cache(20)
@@ -186,7 +186,7 @@ async def test_ticket_of_earlier_epoch() -> None:
 # -- mappers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_no_bundle_for_these_weights(pair: Pair) -> None:
+async def test_weights_without_bundle_are_rejected(pair: Pair) -> None:
     entry = pair.source_cache(20)
     for mappers in ([], [random_mapper(target="8b" * 32)], [random_mapper(source="8b" * 32)]):
         pair.adjust(mappers=lambda mappers=mappers: mappers)
@@ -204,7 +204,7 @@ async def test_unexpected_error_is_observed(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("model_len", "rope_limit", "limit"), [(90, None, 90), (None, 80, 80), (90, 80, 80)])
 @pytest.mark.parametrize("role", ["source_rope", "target_rope"])
-async def test_more_tokens_than_positions(
+async def test_more_tokens_than_positions_are_rejected(
     pair: Pair, model_len: int | None, rope_limit: int | None, limit: int, role: str
 ) -> None:
     mapper = random_mapper()
@@ -238,7 +238,7 @@ async def test_bundle_switched_off_between_handoffs_is_not_used(pair: Pair) -> N
         await pair.handoffs.transfer(request(entry), peer=pair.local_peer)
 
 
-async def test_bundle_for_another_pool(pair: Pair) -> None:
+async def test_bundle_for_another_pool_layout_is_rejected(pair: Pair) -> None:
     other = make_pool(SOURCE_LAYOUT)
     pool = pair.target.pool
     pair.adjust(pool=other)
@@ -251,7 +251,7 @@ async def test_bundle_for_another_pool(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 2, 4])
-async def test_lease_expires_and_blocks_are_reused(step: int) -> None:
+async def test_blocks_reused_after_lease_expiry_are_stale(step: int) -> None:
     """Blocks are freed and used for another cache during the handoff."""
     clock = ManualClock()
     pair = make_pair(clock=clock)
@@ -273,7 +273,7 @@ def close_source_at(pair: Pair, step: int, i: int) -> None:
         pair.source.close()
 
 
-async def test_source_closes_its_pool() -> None:
+async def test_source_closed_during_handoff_is_stale() -> None:
     for kind in ("inproc", "shm"):
         pair = make_pair(kind)
         pair.before_steps(partial(close_source_at, pair, 5))
@@ -293,7 +293,7 @@ async def test_bundle_switched_off_during_handoff_leaves_no_cache(pair: Pair) ->
     await assert_fails(pair, BundleUnusable, "switched off meanwhile", entry=pair.source_cache(200))
 
 
-async def test_target_pool_is_full(pair: Pair) -> None:
+async def test_full_target_pool_raises_pool_full(pair: Pair) -> None:
     with pair.target.pool.allocate(60):
         with pytest.raises(PoolFull) as full:
             await pair.handoffs.transfer(request(pair.source_cache(100)), peer=pair.local_peer)
@@ -302,7 +302,7 @@ async def test_target_pool_is_full(pair: Pair) -> None:
     await assert_nothing_left(pair)
 
 
-async def test_deadline_passes_between_chunks(pair: Pair) -> None:
+async def test_deadline_between_chunks_ends_the_handoff(pair: Pair) -> None:
     pair.before_steps(lambda i: time.sleep(0.06))
     began = time.monotonic()
     await assert_fails(pair, DeadlineExceeded, "deadline", entry=pair.source_cache(200), deadline_ms=200)
@@ -348,7 +348,7 @@ async def test_late_and_cancelled_results_differ(
     with pytest.raises((TimeoutError, DeadlineExceeded)):
         async with asyncio.timeout(timeout_s):
             await pair.handoffs.transfer(request(pair.source_cache(40), deadline_ms=deadline_ms), peer=peer)
-    assert [result.result for result in results] == [result]
+    assert [observed.result for observed in results] == [result]
 
 
 @pytest.mark.parametrize("after_lease", [False, True])
@@ -367,7 +367,7 @@ async def test_frozen_peer_does_not_delay_callers(pair: Pair, after_lease: bool)
     assert time.monotonic() - began < 5
 
 
-async def test_peer_is_gone_when_lease_is_released(pair: Pair) -> None:
+async def test_peer_gone_at_lease_release_does_not_fail_the_handoff(pair: Pair) -> None:
     class GonePeer(ForgingPeer):
         async def release(self, cache_id: str, lease_id: str, *, timeout_s: float = 2.0) -> None:
             raise WorkerUnavailable("gone")
@@ -377,7 +377,7 @@ async def test_peer_is_gone_when_lease_is_released(pair: Pair) -> None:
     await pair.handoffs.aclose()
 
 
-async def test_engine_prefills_wrong_tokens(pair: Pair) -> None:
+async def test_short_head_is_rejected(pair: Pair) -> None:
     async def short_head(token_ids: Sequence[int], salt: str) -> KVCache:
         return native_kv(token_ids[:-1])
 

@@ -349,7 +349,7 @@ def test_allocated_blocks_are_zero(pool: Pool) -> None:
 
 
 def test_only_overwritten_blocks_are_not_zeroed(pool: Pool) -> None:
-    """A cache fills its blocks but for the end of the last: nothing of whoever had it stands there."""
+    """A cache fills all its blocks but the end of the last, which must hold no earlier data."""
     old = store(pool, 64)
     before = pool.arena.generations_of(old.blocks)
     with pool.allocate(16, num_overwritten=15) as fresh:

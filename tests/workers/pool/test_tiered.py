@@ -99,12 +99,12 @@ def test_longer_prefix_in_second_tier_is_found_and_recalled(make: Make) -> None:
     pool = make()
     one = store(pool, 14)
     store(pool, 14, first=200)
-    asked = [*range(13), 77, 78]
-    assert not pool.match_prefix(asked, SALT).blocks
-    assert pool.find_evicted(asked, SALT) == one.cache_id and recall(pool, one)
-    with pool.match_prefix(asked, SALT) as found:
+    prompt = [*range(13), 77, 78]
+    assert not pool.match_prefix(prompt, SALT).blocks
+    assert pool.find_evicted(prompt, SALT) == one.cache_id and recall(pool, one)
+    with pool.match_prefix(prompt, SALT) as found:
         assert_same(pool.gather(found.blocks, 0, 12), random_kv(0, 14).slice(0, 12))
-    assert pool.find_evicted(asked, SALT) is None  # the tier has nothing better
+    assert pool.find_evicted(prompt, SALT) is None  # the tier has nothing better
 
 
 def test_evicted_cache_of_other_tenant_or_mapped_is_not_found_by_tokens(make: Make) -> None:
@@ -213,9 +213,9 @@ def test_hashing_does_not_hold_the_lock(make: Make, monkeypatch: pytest.MonkeyPa
 
     def hash_blocks(token_ids: Sequence[int], identity: KVIdentity) -> list[bytes]:
         stats: list[PoolStats] = []
-        reading = threading.Thread(target=lambda: stats.append(pool.stats))
-        reading.start()
-        reading.join(5)
+        thread = threading.Thread(target=lambda: stats.append(pool.stats))
+        thread.start()
+        thread.join(5)
         assert stats, "the pool is locked"
         return block_chain(token_ids, identity)
 

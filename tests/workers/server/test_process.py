@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-import mappers
-from mappers.models import run
 from tests.serving import has_ipv6
 from tests.workers.engines import tiny
 from tests.workers.server.support import QUESTION, SALT, SECRET, SYSTEM, chat_request, content, transfer_request, until
+from tests.workers.server.test_mapped import HEAD, TAIL, replay_answer
 from workers.api.client import WorkerClient
 from workers.api.errors import CacheNotFound, WorkerUnavailable
 from workers.api.schemas import PrefillRequest
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 START_S = 120.0
 TALK = [SYSTEM, QUESTION]
-HEAD, TAIL, NUM = 4, 16, 8
+NUM = 8
 
 
 class Process:
@@ -125,18 +124,13 @@ async def test_handoff_between_processes_matches_replay(
         )
         moved = await target.transfer(request, timeout_s=30)
         reply = await target.chat(chat_request(TALK, cache_id=moved.cache_id, max_tokens=NUM), timeout_s=30)
-    model = tiny.reference(folder)
     tokenizer = tiny.tokenizer()
     prompt = tokenizer.encode(
         tokenizer.apply_chat_template([m.model_dump() for m in TALK], tokenize=False, add_generation_prompt=True),
         add_special_tokens=False,
     )
     assert len(prompt) == prefilled.num_tokens
-    cache = mappers.replay(mappers.load(bundle), tiny.reference(small_folder), model, prompt, handed, HEAD)
-    tokens: list[int] = []
-    for _ in range(NUM):
-        _, hidden = run(model, (prompt + tokens)[handed:], cache)
-        tokens.append(int(model.lm_head(hidden[-1]).argmax()))
+    tokens = replay_answer(folder, small_folder, bundle, prompt, handed, NUM)
     assert content(reply) == tokenizer.decode(tokens, skip_special_tokens=True)
     assert reply["kv_transfer_params"]["path"] == "mapped"
     # On SIGTERM the source finishes its answer and exits; then the target reports it as unavailable.

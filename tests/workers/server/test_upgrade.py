@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,15 +89,6 @@ def watched_upgrader(
     upgrader = Upgrader(engine, large.worker.pool, large.worker.metrics, IDLE_S, **changes)
     upgrader.uses = large.worker.upgrader.uses
     return upgrader, watched
-
-
-@pytest.fixture
-async def pair(folder: Path, small_folder: Path, bundle: Path) -> AsyncIterator[tuple[ServedWorker, ServedWorker]]:
-    async with (
-        serving(small_folder, id="small") as small,
-        serving(folder, id="large", peers={"small": small.app}, bundles=[bundle]) as large,
-    ):
-        yield small, large
 
 
 async def mapped_answer(pair: tuple[ServedWorker, ServedWorker], **changes: Any) -> dict[str, Any]:
