@@ -1,4 +1,4 @@
-"""One stack for all tests, since a start takes long; and the oracle that says whether an answer is right."""
+"""The stack that the tests share, and the check that an answer is right."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.running import NEVER_LOOKS, NUM_TOKENS, Client, Cluster, Reply, running, settings_of
-from tests.e2e.talks import Talk
+from tests.e2e.conversations import Messages
+from tests.e2e.running import NO_HEALTH_CHECKS, NUM_TOKENS, Client, Cluster, Reply, running, settings_of
 from workers.families import Family
 from workers.families.tiny import family as tiny_family
 from workers.reference import Reference
 
 
-class Right(Protocol):
-    """Asserts that an answer to a conversation is right, as its path defines it."""
+class AssertRight(Protocol):
+    """Assert that an answer is right, as its path defines it."""
 
-    def __call__(self, reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None: ...
+    def __call__(self, reply: Reply, messages: Messages, num_tokens: int = NUM_TOKENS) -> None: ...
 
 
 @pytest.fixture(scope="package")
@@ -31,7 +31,7 @@ def family() -> Family:
 
 @pytest.fixture(scope="package")
 def misfit(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The large model with one weight changed: other weights than the bundle was fitted for."""
+    """The large model with one weight changed. The bundle does not fit it."""
     folder = Path(shutil.copytree(family.target, tmp_path_factory.mktemp("misfit") / "model"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] += 0.5
@@ -48,27 +48,26 @@ def reference(family: Family, misfit: Path) -> Iterator[Reference]:
 
 
 @pytest.fixture(scope="package")
-def right(reference: Reference) -> Right:
-    """Mapped answers equal the offline replay, all others the native answer of the model that gave them."""
+def assert_right(reference: Reference) -> AssertRight:
+    """A mapped answer must equal the offline replay, any other the native answer of its model."""
 
-    def assert_right(reply: Reply, talk: Talk, num_tokens: int = NUM_TOKENS) -> None:
-        num_mapped = reply.told["mapped_tokens"] if reply.path in ("mapped", "hybrid") else 0
-        expected = reference.expected(reply.told["tier"], talk, num_mapped, num_tokens)
+    def check(reply: Reply, messages: Messages, num_tokens: int = NUM_TOKENS) -> None:
+        num_mapped = reply.report["mapped_tokens"] if reply.path in ("mapped", "hybrid") else 0
+        expected = reference.expected(reply.report["tier"], messages, num_mapped, num_tokens)
         reference.check(reply.body, expected)
 
-    return assert_right
+    return check
 
 
 @pytest.fixture(scope="package")
 def cluster(family: Family, misfit: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Small and large, and between them a tier whose model the bundle was not fitted for. A test that breaks something
-    mends it."""
+    """Workers for small, misfit and large, and a gateway. A test that breaks something repairs it."""
     with running(settings_of(family, "e2e", misfit), tmp_path_factory.mktemp("e2e")) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="package")
-def blind(cluster: Cluster) -> Iterator[Client]:
-    """A gateway that learns of its workers' fate by its own calls only."""
-    with cluster.gateway("blind", **NEVER_LOOKS) as client:
+def unpolled(cluster: Cluster) -> Iterator[Client]:
+    """A gateway without health checks: it learns from its own calls only."""
+    with cluster.gateway("unpolled", **NO_HEALTH_CHECKS) as client:
         yield client

@@ -1,9 +1,9 @@
-"""Two calls of the worker's own contract, as the gateway would make them."""
+"""Calls to a worker, as the gateway makes them."""
 
 from __future__ import annotations
 
+from tests.e2e.conversations import Messages
 from tests.e2e.running import NUM_TOKENS, Cluster
-from tests.e2e.talks import Talk
 from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
 from workers.api.schemas import (
     ChatRequest,
@@ -19,19 +19,19 @@ SALT = "5a" * 16
 TIMEOUT_S = 120.0
 
 
-async def prefilled(cluster: Cluster, asked: Talk, *, tier: str = "small", salt: str = SALT) -> PrefillReply:
-    request = PrefillRequest(messages=_messages(asked), tenant_salt=salt)
+async def prefill(cluster: Cluster, messages: Messages, *, tier: str = "small", salt: str = SALT) -> PrefillReply:
+    request = PrefillRequest(messages=_messages(messages), tenant_salt=salt)
     async with cluster.worker(tier) as worker:
         return await worker.prefill(request, timeout_s=TIMEOUT_S)
 
 
-async def transferred(
-    cluster: Cluster, read: PrefillReply, *, salt: str = SALT, tier: str = "large", deadline_s: float = TIMEOUT_S
+async def transfer(
+    cluster: Cluster, prefilled: PrefillReply, *, salt: str = SALT, tier: str = "large", deadline_s: float = TIMEOUT_S
 ) -> TransferReply:
     request = TransferRequest(
-        cache_id=read.cache_id,
+        cache_id=prefilled.cache_id,
         source_worker=cluster.id("small"),
-        num_tokens=read.num_tokens - TAIL,
+        num_tokens=prefilled.num_tokens - TAIL,
         tenant_salt=salt,
         deadline_ms=deadline_s * 1000,
     )
@@ -39,9 +39,9 @@ async def transferred(
         return await worker.transfer(request, timeout_s=deadline_s + TIMEOUT_S)
 
 
-def chat(asked: Talk, cache_id: str | None = None, *, salt: str = SALT) -> ChatRequest:
+def chat_request(messages: Messages, cache_id: str | None = None, *, salt: str = SALT) -> ChatRequest:
     return ChatRequest(
-        messages=_messages(asked),
+        messages=_messages(messages),
         max_tokens=NUM_TOKENS,
         temperature=0,
         logprobs=True,
@@ -50,5 +50,5 @@ def chat(asked: Talk, cache_id: str | None = None, *, salt: str = SALT) -> ChatR
     )
 
 
-def _messages(asked: Talk) -> list[Message]:
-    return [Message(**message) for message in asked]
+def _messages(messages: Messages) -> list[Message]:
+    return [Message(**message) for message in messages]

@@ -1,4 +1,4 @@
-"""Real processes under test: workers with a gateway before them, and further gateways before the same workers."""
+"""Real workers, a gateway over them, and further gateways over the same workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.talks import Talk
+from tests.e2e.conversations import Messages
 from tools import family as commands
 from tools.stack import Child, Stack, free_ports
 from workers.api.client import WorkerClient
@@ -22,21 +22,21 @@ from workers.families import Family
 
 NUM_TOKENS = 12
 START_S = 240.0  # on a busy machine
-# Escalations that nobody forced may take almost as long as a full prefill, so that some of them are hybrid.
+# An unforced escalation may take almost as long as a full prefill, so some are hybrid.
 WORKER = {"native_share": 0.9, "num_threads": 1, "pool_bytes": 64 * 2**20, "grace_s": 0.1}
 REQUEST_S = 60.0
 DEADLINES = {"request_s": REQUEST_S, "decode_reserve_s": 1.0, "transfer_floor_s": 15.0, "shutdown_grace_s": 0.1}
-# A gateway that learns of nothing but by its own calls, gives up on the small worker early, and makes every call.
-NEVER_LOOKS = {
+# No health checks, a short deadline for the small worker, and circuits that hardly open.
+NO_HEALTH_CHECKS = {
     "deadlines": DEADLINES | {"worker_poll_s": 3600.0, "small_share": 0.08, "transfer_floor_s": 4.0},
     "breaker": {"min_outcomes": 20},
 }
-CONTENT = {"name": "confidence", "threshold": -50.0, "num_tokens": 4}  # with whatever the small model answers
+ACCEPTING = {"name": "confidence", "threshold": -50.0, "num_tokens": 4}  # accepts every small answer
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a gateway answered, and how long that took."""
+    """A gateway's reply, and how long it took."""
 
     status: int
     headers: httpx.Headers
@@ -44,15 +44,15 @@ class Reply:
     took_s: float
 
     @property
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         assert self.status == 200, self.body
-        told: dict[str, Any] = self.body["kvrelay"]
-        return told
+        report: dict[str, Any] = self.body["kvrelay"]
+        return report
 
     @property
     def path(self) -> str:
-        assert self.headers["x-kvrelay-path"] == self.told["path"]
-        return str(self.told["path"])
+        assert self.headers["x-kvrelay-path"] == self.report["path"]
+        return str(self.report["path"])
 
     @property
     def text(self) -> str:
@@ -70,7 +70,7 @@ class Reply:
 
 
 class Client:
-    """Asks one gateway, greedily and with log-probabilities. A context manager: leaving it closes its connections."""
+    """A client of one gateway. Asks greedily and for log-probabilities."""
 
     def __init__(self, url: str, key: str | None = None):
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -88,18 +88,18 @@ class Client:
         reply = self.http.post("/v1/chat/completions", json=body)
         return Reply(reply.status_code, reply.headers, reply.json(), time.monotonic() - began)
 
-    def ask(self, talk: Talk, model: str = "auto", **options: Any) -> Reply:
-        """`options` are those of the field `kvrelay`."""
-        return self.post(request(talk, model, **options))
+    def ask(self, messages: Messages, model: str = "auto", **options: Any) -> Reply:
+        """`options` go into the field `kvrelay`."""
+        return self.post(request(messages, model, **options))
 
-    def escalate(self, talk: Talk, **options: Any) -> Reply:
-        return self.ask(talk, policy="always_escalate", **options)
+    def escalate(self, messages: Messages, **options: Any) -> Reply:
+        return self.ask(messages, policy="always_escalate", **options)
 
     @property
     def tiers(self) -> dict[str, bool]:
-        """Which tiers it finds usable."""
-        known: dict[str, bool] = self.http.get("/readyz").json()["tiers"]
-        return known
+        """Whether each tier is usable, according to the gateway."""
+        tiers: dict[str, bool] = self.http.get("/readyz").json()["tiers"]
+        return tiers
 
     def metric(self, name: str, **labels: str) -> float:
         return metric(self.http.get("/metrics").text, name, **labels)
@@ -107,7 +107,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A stack of the command line, its parts known by tier."""
+    """A stack as `kvrelay up` starts it, with its workers by tier."""
 
     stack: Stack
     settings: dict[str, Any]
@@ -122,7 +122,7 @@ class Cluster:
         return self.stack.workers[self.id(tier)]
 
     def worker(self, tier: str) -> WorkerClient:
-        """A client of the worker's own contract."""
+        """A client of the worker itself."""
         return WorkerClient(self.child(tier).url, self.secret.read_text().strip())
 
     def worker_metric(self, tier: str, name: str, **labels: str) -> float:
@@ -130,7 +130,7 @@ class Cluster:
 
     @contextmanager
     def gateway(self, name: str, **changes: Any) -> Iterator[Client]:
-        """One more gateway before the same workers, with other settings."""
+        """Run another gateway over the same workers, with other settings."""
         server = {"host": "127.0.0.1", "port": free_ports(1)[0]}
         config = commands.write(self.settings | {"server": server} | changes, self.stack.folder / f"{name}.yaml")
         arguments = ["gateway", "--config", str(config), "--die-with-parent"]
@@ -159,21 +159,21 @@ class Cluster:
         self.child(tier).process.wait()
 
     def start(self, tier: str) -> None:
-        """Start a killed worker again, on the port that it had."""
+        """Start a killed worker again, on the same port."""
         child = self.stack.start_worker(self.id(tier))
         eventually(lambda: child.ended or child.is_ready(), f"{child.name} is ready")
         assert not child.ended, child.log_tail()
 
     @property
     def segments(self) -> list[Path]:
-        """What its workers have in shared memory."""
+        """The shared memory files of its workers."""
         return [path for name in self.settings["workers"] for path in segments(name)]
 
 
 def settings_of(family: Family, label: str, misfit: Path | None = None) -> dict[str, Any]:
-    """A kvrelay.yaml for one family. Worker ids are unlike those of any other stack on this machine.
+    """Return the settings of a stack for one family. Its worker ids are unique on this machine.
 
-    `misfit` is a model for a tier between the two, which gets the large one's bundle.
+    `misfit` is the model of a tier between the two, with the large tier's bundle.
     """
     folders = {"small": str(family.source), "large": str(family.target), "bundle": str(family.bundle)}
     settings = commands.configuration(family.name, folders)
@@ -183,15 +183,13 @@ def settings_of(family: Family, label: str, misfit: Path | None = None) -> dict[
         settings["tiers"].insert(1, {"name": "misfit", "model": "tiny-misfit"})
         url = f"http://127.0.0.1:{free_ports(1)[0]}"
         between = [large | {"tier": "misfit", "name": "tiny-misfit", "model": str(misfit), "url": url}]
-    workers = {
-        f"{worker['tier']}-{label}-{os.getpid()}": worker | WORKER for worker in (small, *between, large)
-    }
-    return settings | {"workers": workers, "deadlines": DEADLINES, "policy": CONTENT}
+    workers = {f"{worker['tier']}-{label}-{os.getpid()}": worker | WORKER for worker in (small, *between, large)}
+    return settings | {"workers": workers, "deadlines": DEADLINES, "policy": ACCEPTING}
 
 
 @contextmanager
 def running(settings: dict[str, Any], folder: Path) -> Iterator[Cluster]:
-    """The stack, ready. Whatever was done to it, leaving it leaves nothing behind."""
+    """Run a stack until the block ends. Then no process and no shared memory is left."""
     folder.mkdir(parents=True, exist_ok=True)
     secret = commands.cluster_secret(folder / "secret")
     stack = Stack(commands.write(settings, folder / "kvrelay.yaml"), secret, folder)
@@ -206,10 +204,10 @@ def running(settings: dict[str, Any], folder: Path) -> Iterator[Cluster]:
     assert not cluster.segments
 
 
-def request(talk: Talk, model: str = "auto", **options: Any) -> dict[str, Any]:
+def request(messages: Messages, model: str = "auto", **options: Any) -> dict[str, Any]:
     return {
         "model": model,
-        "messages": talk,
+        "messages": messages,
         "max_tokens": NUM_TOKENS,
         "temperature": 0,
         "logprobs": True,
@@ -222,7 +220,7 @@ def segments(worker_id: str) -> list[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and that nobody has asked for yet does not."""
+    """Whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -232,12 +230,12 @@ def is_alive(pid: int) -> bool:
 def eventually(condition: Callable[[], Any], what: str, within_s: float = START_S) -> None:
     until = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < until, f"waited in vain until {what}"
+        assert time.monotonic() < until, f"timed out waiting until {what}"
         time.sleep(0.02)
 
 
 def metric(exposed: str, name: str, **labels: str) -> float:
-    """The sum of the samples `kvrelay_<name>` that bear these labels."""
+    """Return the sum of the samples of `kvrelay_<name>` with these labels."""
     samples = [sample for kind in text_string_to_metric_families(exposed) for sample in kind.samples]
     chosen = [one for one in samples if one.name == f"kvrelay_{name}" and labels.items() <= one.labels.items()]
     return sum(one.value for one in chosen)

@@ -1,4 +1,4 @@
-"""What cannot be answered is refused in the OpenAI shape, naming the value and what is allowed."""
+"""Invalid requests get an error in the OpenAI shape that names the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Right
+from tests.e2e.conftest import AssertRight
+from tests.e2e.conversations import conversation
 from tests.e2e.running import NUM_TOKENS, Cluster, request
-from tests.e2e.talks import talk
 from workers.reference import Reference
 
 CONTEXT = 8192  # of both models
@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "no model": ({"model": None}, 400, "model", "required"),
     "no messages": ({"messages": []}, 400, "messages", "at least 1"),
     "messages of another type": ({"messages": "Who?"}, 400, "messages", "list.*Who"),
-    "a message that is none": ({"messages": ["Who?"]}, 400, "messages.0", "Who"),
+    "a malformed message": ({"messages": ["Who?"]}, 400, "messages.0", "Who"),
     "an unknown role": ({"messages": [{"role": "king", "content": "I"}]}, 400, "messages.0.role", "system.*king"),
     "content of another type": ({"messages": [{"role": "user", "content": 7}]}, 400, "messages.0.content", "7"),
     "an image": (
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "temperature of another type": ({"temperature": "hot"}, 400, "temperature", "number.*hot"),
     "several answers": ({"n": 2}, 400, "n", "1.*2"),
     "an unknown field": ({"temprature": 0}, 400, "temprature", "known: model"),
-    "tools that the model has not": (
+    "tools that the model does not support": (
         {"tools": [{"type": "function", "function": {"name": "look"}}]},
         400,
         "tools",
@@ -53,7 +53,9 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str, str]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("changes", "status", "param", "says"), REFUSED.values(), ids=REFUSED)
-def test_refused(cluster: Cluster, changes: dict[str, Any], status: int, param: str, says: str, stream: bool) -> None:
+def test_invalid_field_is_rejected(
+    cluster: Cluster, changes: dict[str, Any], status: int, param: str, says: str, stream: bool
+) -> None:
     reply = cluster.client.post(request(GOOD) | {"stream": stream} | changes)
     assert reply.status == status, reply.body
     assert reply.error["type"] == "invalid_request_error"
@@ -63,43 +65,49 @@ def test_refused(cluster: Cluster, changes: dict[str, Any], status: int, param: 
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 5000, HALF_A_CHARACTER])
-def test_a_body_that_is_none(cluster: Cluster, body: bytes) -> None:
+def test_malformed_body_is_rejected(cluster: Cluster, body: bytes) -> None:
     reply = cluster.client.http.post("/v1/chat/completions", content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("policy", [None, "always_escalate", "fixed"])
-def test_a_prompt_over_the_context_length(cluster: Cluster, policy: str | None) -> None:
-    reply = cluster.client.ask(talk("Polonius", num_words=9000), policy=policy)
+def test_prompt_over_the_context_length_is_rejected(cluster: Cluster, policy: str | None) -> None:
+    reply = cluster.client.ask(conversation("Polonius", num_words=9000), policy=policy)
     assert reply.status == 400, reply.body
     assert reply.error["code"] == "context_length_exceeded"
     assert re.search(f"9\\d{{3}} prompt tokens.*{CONTEXT}", reply.error["message"]), reply.error
 
 
-def test_a_prompt_that_just_fits(cluster: Cluster, reference: Reference, right: Right) -> None:
-    """Handed over up to the last token of the context, and not one more."""
-    num_words = bisect(range(9000), CONTEXT - 3, key=lambda num: len(reference.prompt(talk("Polonius", num_words=num))))
-    asked = talk("Polonius", num_words=num_words - 1)
-    room = CONTEXT - len(reference.prompt(asked))
+def test_handoff_up_to_the_last_token_of_the_context(
+    cluster: Cluster, reference: Reference, assert_right: AssertRight
+) -> None:
+    """One token more is rejected."""
+
+    def num_tokens(num_words: int) -> int:
+        return len(reference.prompt(conversation("Polonius", num_words=num_words)))
+
+    num_words = bisect(range(9000), CONTEXT - 3, key=num_tokens)
+    messages = conversation("Polonius", num_words=num_words - 1)
+    room = CONTEXT - len(reference.prompt(messages))
     assert 0 < room <= NUM_TOKENS
-    body = request(asked, policy="always_escalate")
+    body = request(messages, policy="always_escalate")
     reply = cluster.client.post(body | {"max_tokens": room})
     assert reply.path == "mapped"
-    right(reply, asked, room)
+    assert_right(reply, messages, room)
     assert cluster.client.post(body | {"max_tokens": room + 1}).error["code"] == "context_length_exceeded"
 
 
-def test_a_body_that_is_too_large(cluster: Cluster) -> None:
+def test_oversized_body_is_rejected(cluster: Cluster) -> None:
     reply = cluster.client.post(request([{"role": "user", "content": "x" * 5 * 2**20}]))
     assert reply.status == 413
     assert reply.error["code"] == "request_too_large"
 
 
-def test_nothing_is_left_of_what_was_refused(cluster: Cluster, right: Right) -> None:
+def test_rejected_requests_leave_nothing_behind(cluster: Cluster, assert_right: AssertRight) -> None:
     for tier in ("small", "large"):
         assert cluster.worker_metric(tier, "num_requests_running") == 0
-    asked = talk("Osric")
-    reply = cluster.client.escalate(asked)
+    messages = conversation("Osric")
+    reply = cluster.client.escalate(messages)
     assert reply.path == "mapped"
-    right(reply, asked)
+    assert_right(reply, messages)

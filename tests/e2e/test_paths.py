@@ -1,4 +1,4 @@
-"""Every path's answer is the right one: by plain transformers over the native cache, or over the offline replay."""
+"""On every path the answer equals plain transformers, over the native cache or the offline replay."""
 
 from __future__ import annotations
 
@@ -7,176 +7,177 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.conftest import Right
-from tests.e2e.running import CONTENT, NUM_TOKENS, Cluster, Reply
-from tests.e2e.talks import Talk, carried_on, talk
+from tests.e2e.conftest import AssertRight
+from tests.e2e.conversations import Messages, conversation, next_turn
+from tests.e2e.running import ACCEPTING, NUM_TOKENS, Cluster, Reply
 from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 from workers.api.schemas import DEFAULT_NATIVE_TAIL as TAIL
 from workers.reference import LOGPROB_TOLERANCE, Reference, Step
 
 
 def differ(left: Sequence[Step], right: Sequence[Step]) -> bool:
-    """Whether `Reference.check` would tell the two answers apart."""
+    """Whether `Reference.check` would distinguish the two answers."""
     return len(left) != len(right) or any(
         one.token != other.token or abs(one.logprob - other.logprob) > 2 * LOGPROB_TOLERANCE
         for one, other in zip(left, right, strict=True)
     )
 
 
-def test_a_forced_escalation_is_the_replay(cluster: Cluster, reference: Reference, right: Right) -> None:
-    asked = talk("Rosalind")
-    reply = cluster.client.escalate(asked)
-    assert (reply.path, reply.told["tier"], reply.told["forced"]) == ("mapped", "large", True)
-    num_prompt = len(reference.prompt(asked))
+def test_forced_escalation_equals_the_replay(cluster: Cluster, reference: Reference, assert_right: AssertRight) -> None:
+    messages = conversation("Rosalind")
+    reply = cluster.client.escalate(messages)
+    assert (reply.path, reply.report["tier"], reply.report["forced"]) == ("mapped", "large", True)
+    num_prompt = len(reference.prompt(messages))
     assert reply.body["usage"]["prompt_tokens"] == num_prompt
-    assert reply.told["handoff_tokens"] == num_prompt - TAIL
-    assert reply.told["mapped_tokens"] == num_prompt - TAIL - HEAD
-    assert reply.told["mapper"] == reference.mapper.bundle_id
-    right(reply, asked)
-    # What tells a mapped answer from a native one, so that the line above means something.
-    mapped = reference.handed_over(asked, reply.told["mapped_tokens"], NUM_TOKENS)
-    assert differ(mapped, reference.native("large", asked, NUM_TOKENS))
+    assert reply.report["handoff_tokens"] == num_prompt - TAIL
+    assert reply.report["mapped_tokens"] == num_prompt - TAIL - HEAD
+    assert reply.report["mapper"] == reference.mapper.bundle_id
+    assert_right(reply, messages)
+    # A mapped answer differs from a native one, or the line above would prove nothing.
+    mapped = reference.handed_over(messages, reply.report["mapped_tokens"], NUM_TOKENS)
+    assert differ(mapped, reference.native("large", messages, NUM_TOKENS))
 
 
-def test_a_mapped_cache_carries_the_turn_after(cluster: Cluster, reference: Reference, right: Right) -> None:
-    asked = talk("Orlando")
-    first = cluster.client.escalate(asked)
-    after = carried_on(asked, first.text)
+def test_next_turn_uses_the_mapped_cache(cluster: Cluster, reference: Reference, assert_right: AssertRight) -> None:
+    messages = conversation("Orlando")
+    first = cluster.client.escalate(messages)
+    after = next_turn(messages, first.text)
     second = cluster.client.escalate(after)
-    assert (second.path, second.told["handoff_tokens"]) == ("mapped", None), "its own cache, not a new handoff"
-    assert second.told["mapped_tokens"] == first.told["mapped_tokens"]
-    right(second, after)
+    assert (second.path, second.report["handoff_tokens"]) == ("mapped", None), "its own cache, not a new handoff"
+    assert second.report["mapped_tokens"] == first.report["mapped_tokens"]
+    assert_right(second, after)
 
 
-def test_the_large_model_by_name(cluster: Cluster, right: Right) -> None:
-    asked = talk("Viola")
+def test_large_model_by_name(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = conversation("Viola")
     for path in ("prefill", "exact"):
-        reply = cluster.client.ask(asked, "large")
-        assert (reply.path, reply.told["tier"]) == (path, "large")
-        right(reply, asked)
+        reply = cluster.client.ask(messages, "large")
+        assert (reply.path, reply.report["tier"]) == (path, "large")
+        assert_right(reply, messages)
     assert reply.body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_its_exact_cache_is_preferred_to_a_handoff(cluster: Cluster, right: Right) -> None:
-    asked = talk("Portia")
-    cluster.client.ask(asked, "large")
-    reply = cluster.client.escalate(asked)
-    assert (reply.path, reply.told["handoff_tokens"], reply.told["mapped_tokens"]) == ("exact", None, 0)
-    right(reply, asked)
+def test_exact_cache_is_preferred_to_a_handoff(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = conversation("Portia")
+    cluster.client.ask(messages, "large")
+    reply = cluster.client.escalate(messages)
+    assert (reply.path, reply.report["handoff_tokens"], reply.report["mapped_tokens"]) == ("exact", None, 0)
+    assert_right(reply, messages)
 
 
 @pytest.mark.parametrize("option", ["exact", "no_cache"])
-def test_a_mapped_cache_never_serves_who_wants_none(cluster: Cluster, right: Right, option: str) -> None:
-    asked = talk(f"Malvolio {option}")
-    after = carried_on(asked, cluster.client.escalate(asked).text)
-    for model, wanted in (("auto", asked), ("auto", after), ("large", after)):
+def test_exact_and_no_cache_never_use_a_mapped_cache(cluster: Cluster, assert_right: AssertRight, option: str) -> None:
+    messages = conversation(f"Malvolio {option}")
+    after = next_turn(messages, cluster.client.escalate(messages).text)
+    for model, wanted in (("auto", messages), ("auto", after), ("large", after)):
         reply = cluster.client.ask(wanted, model, **{option: True})
-        assert reply.told["mapped_tokens"] in (0, None)
+        assert reply.report["mapped_tokens"] in (0, None)
         assert reply.path in ("prefill", "exact")
-        right(reply, wanted)
+        assert_right(reply, wanted)
     forced = cluster.client.escalate(after, **{option: True})
-    assert (forced.path in ("prefill", "exact"), forced.told["tier"]) == (True, "large")
-    right(forced, after)
+    assert (forced.path in ("prefill", "exact"), forced.report["tier"]) == (True, "large")
+    assert_right(forced, after)
 
 
-def test_a_mapped_cache_is_not_found_by_asking_for_the_model(cluster: Cluster, right: Right) -> None:
-    asked = talk("Olivia")
-    after = carried_on(asked, cluster.client.escalate(asked).text)
-    for wanted in (asked, after):
+def test_large_model_by_name_never_uses_a_mapped_cache(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = conversation("Olivia")
+    after = next_turn(messages, cluster.client.escalate(messages).text)
+    for wanted in (messages, after):
         reply = cluster.client.ask(wanted, "large")
         assert reply.path in ("prefill", "exact")
-        right(reply, wanted)
+        assert_right(reply, wanted)
 
 
-def test_the_small_models_answer_is_found_good_enough(cluster: Cluster, right: Right) -> None:
-    asked = talk("Falstaff")
+def test_confident_small_answer_is_accepted(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = conversation("Falstaff")
     for path in ("prefill", "exact"):
-        reply = cluster.client.ask(asked)
-        assert (reply.told["tier"], reply.path, reply.told["reason"]) == ("small", path, "confident")
-        right(reply, asked)
+        reply = cluster.client.ask(messages)
+        assert (reply.report["tier"], reply.path, reply.report["reason"]) == ("small", path, "confident")
+        assert_right(reply, messages)
 
 
-def test_the_small_models_answer_is_not_good_enough(cluster: Cluster, reference: Reference, right: Right) -> None:
-    with cluster.gateway("never-content", policy=CONTENT | {"threshold": 0.0}) as client:
+def test_unsure_small_answer_escalates(cluster: Cluster, reference: Reference, assert_right: AssertRight) -> None:
+    with cluster.gateway("never-accepting", policy=ACCEPTING | {"threshold": 0.0}) as client:
         for name in ("Shallow", "Silence", "Mouldy"):
-            asked = talk(name)
-            reply = client.ask(asked)
-            assert (reply.told["tier"], reply.told["reason"]) == ("large", "unsure")
-            assert reply.told["confidence"] < 0
-            num_most = len(reference.prompt(asked)) - TAIL - HEAD
-            mapped = {"mapped": [num_most], "hybrid": range(1, num_most), "prefill": [0]}  # as this machine's costs say
-            assert reply.told["mapped_tokens"] in mapped[reply.path]
-            right(reply, asked)
+            messages = conversation(name)
+            reply = client.ask(messages)
+            assert (reply.report["tier"], reply.report["reason"]) == ("large", "unsure")
+            assert reply.report["confidence"] < 0
+            # This machine's measured rates decide which.
+            max_mapped = len(reference.prompt(messages)) - TAIL - HEAD
+            mapped = {"mapped": [max_mapped], "hybrid": range(1, max_mapped), "prefill": [0]}
+            assert reply.report["mapped_tokens"] in mapped[reply.path]
+            assert_right(reply, messages)
 
 
-def test_a_conversation_moved_up_hands_its_whole_history_over(
-    cluster: Cluster, reference: Reference, right: Right
+def test_escalation_hands_over_the_whole_history(
+    cluster: Cluster, reference: Reference, assert_right: AssertRight
 ) -> None:
-    asked = talk("Perdita", num_words=120)
+    messages = conversation("Perdita", num_words=120)
     for number in range(6):
-        reply = cluster.client.ask(asked)
-        assert reply.told["tier"] == "small"
-        asked = carried_on(asked, reply.text, f"And what did the captain say in year {number}?")
-    moved = cluster.client.escalate(asked)
-    num_prompt = len(reference.prompt(asked))
-    assert (moved.path, moved.told["mapped_tokens"]) == ("mapped", num_prompt - TAIL - HEAD)
-    right(moved, asked)
+        reply = cluster.client.ask(messages)
+        assert reply.report["tier"] == "small"
+        messages = next_turn(messages, reply.text, f"And what did the captain say in year {number}?")
+    moved = cluster.client.escalate(messages)
+    num_prompt = len(reference.prompt(messages))
+    assert (moved.path, moved.report["mapped_tokens"]) == ("mapped", num_prompt - TAIL - HEAD)
+    assert_right(moved, messages)
 
 
-def test_a_short_prompt_is_read_in_full(cluster: Cluster, right: Right) -> None:
-    asked = [{"role": "user", "content": "What is the password of Puck?"}]
-    reply = cluster.client.escalate(asked)
-    assert (reply.path, reply.told["tier"]) == ("prefill", "large")
-    right(reply, asked)
+def test_short_prompt_is_prefilled(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = [{"role": "user", "content": "What is the password of Puck?"}]
+    reply = cluster.client.escalate(messages)
+    assert (reply.path, reply.report["tier"]) == ("prefill", "large")
+    assert_right(reply, messages)
 
 
-def test_a_bundle_for_other_weights_is_told_and_not_used(cluster: Cluster, right: Right) -> None:
-    asked = talk("Prospero")
-    reply = cluster.client.escalate(asked, max_tier="misfit")
-    assert (reply.path, reply.told["tier"]) == ("fallback:no_bundle", "misfit")
-    right(reply, asked)
+def test_bundle_for_other_weights_is_not_used(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages = conversation("Prospero")
+    reply = cluster.client.escalate(messages, max_tier="misfit")
+    assert (reply.path, reply.report["tier"]) == ("fallback:no_bundle", "misfit")
+    assert_right(reply, messages)
 
 
-def test_the_fact_comes_from_the_right_document(cluster: Cluster, reference: Reference, right: Right) -> None:
-    """Two documents about one name, each with its own fact, and the same question at their ends."""
-    asked = [talk("Ophelia", secret) for secret in ("silver river", "broken crown")]
-    replies = [cluster.client.escalate(one) for one in asked]
+def test_answer_comes_from_its_own_document(cluster: Cluster, reference: Reference, assert_right: AssertRight) -> None:
+    """Two documents about one name with different facts, and the same question."""
+    messages = [conversation("Ophelia", secret) for secret in ("silver river", "broken crown")]
+    replies = [cluster.client.escalate(one) for one in messages]
     expected = []
-    for one, reply in zip(asked, replies, strict=True):
+    for one, reply in zip(messages, replies, strict=True):
         assert reply.path == "mapped"
-        right(reply, one)
-        expected.append(reference.handed_over(one, reply.told["mapped_tokens"], NUM_TOKENS))
-    assert differ(*expected), "the other document's cache would have shown"
+        assert_right(reply, one)
+        expected.append(reference.handed_over(one, reply.report["mapped_tokens"], NUM_TOKENS))
+    assert differ(*expected), "the other document's cache would give another answer"
 
 
-def test_many_at_once_answer_as_one_at_a_time(cluster: Cluster, right: Right) -> None:
+def test_concurrent_answers_equal_sequential_ones(cluster: Cluster, assert_right: AssertRight) -> None:
     kinds = {"handed over": {}, "again": {}, "exact": {"exact": True}, "stored nowhere": {"no_cache": True}}
-    talks = {kind: talk(f"Horatio {'handed over' if kind == 'again' else kind}") for kind in kinds}
+    prompts = {kind: conversation(f"Horatio {'handed over' if kind == 'again' else kind}") for kind in kinds}
 
     def ask(kind: str) -> Reply:
         if kind in kinds:
-            return cluster.client.escalate(talks[kind], **kinds[kind])
-        return cluster.client.ask(talks[kind], kind)
+            return cluster.client.escalate(prompts[kind], **kinds[kind])
+        return cluster.client.ask(prompts[kind], kind)
 
-    talks |= {model: talk(f"Horatio {model}") for model in ("small", "large")}
-    with ThreadPoolExecutor(len(talks)) as pool:
-        together = dict(zip(talks, pool.map(ask, talks), strict=True))
+    prompts |= {model: conversation(f"Horatio {model}") for model in ("small", "large")}
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = dict(zip(prompts, pool.map(ask, prompts), strict=True))
     for kind, reply in together.items():
-        right(reply, talks[kind])
+        assert_right(reply, prompts[kind])
         alone = ask(kind)
-        right(alone, talks[kind])
-        assert alone.told["tier"] == reply.told["tier"]
-        if alone.told["mapped_tokens"] == reply.told["mapped_tokens"]:
+        assert_right(alone, prompts[kind])
+        assert alone.report["tier"] == reply.report["tier"]
+        if alone.report["mapped_tokens"] == reply.report["mapped_tokens"]:
             assert alone.text == reply.text
     assert together["handed over"].path == together["again"].path == "mapped"
 
 
-def test_one_prompt_asked_six_times_at_once(cluster: Cluster, right: Right) -> None:
-    asked: Talk = talk("Banquo")
+def test_same_prompt_six_times_at_once(cluster: Cluster, assert_right: AssertRight) -> None:
+    messages: Messages = conversation("Banquo")
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda _: cluster.client.escalate(asked), range(6)))
+        replies = list(pool.map(lambda _: cluster.client.escalate(messages), range(6)))
     for reply in replies:
         assert reply.path == "mapped"
-        right(reply, asked)
+        assert_right(reply, messages)
     assert len({reply.text for reply in replies}) == 1
     assert len(replies[0].tokens) <= NUM_TOKENS

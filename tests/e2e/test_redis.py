@@ -1,4 +1,4 @@
-"""A real Redis frozen, flushed, killed and lied to in the middle of a conversation: every answer is right."""
+"""Redis frozen, flushed, killed or filled with lies during a conversation: every answer is right."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis
 
-from tests.e2e.conftest import Right
+from tests.e2e.conftest import AssertRight
+from tests.e2e.conversations import Messages, conversation, next_turn
 from tests.e2e.running import REQUEST_S, Client, Cluster, eventually
-from tests.e2e.talks import Talk, carried_on, talk
 from tests.gateway.redis_process import RedisProcess, redis_process
 
 
@@ -29,83 +29,88 @@ def client(cluster: Cluster, store: RedisProcess) -> Iterator[Client]:
 
 
 class Conversation:
-    """Escalated turns. A turn that finds its own cache in the registry needs no handoff."""
+    """Escalated turns. A turn whose cache is found in the registry needs no handoff."""
 
-    def __init__(self, client: Client, name: str, right: Right):
-        self.messages: Talk = talk(name)
+    def __init__(self, client: Client, name: str, assert_right: AssertRight):
+        self.messages: Messages = conversation(name)
         self._client = client
-        self._right = right
-        self._has_begun = False
+        self._assert_right = assert_right
 
-    def next_is_found(self) -> bool:
-        """Whether the cache of the turn before was found. The answer is right, and in time, in either case."""
+    def next_turn_hits(self) -> bool:
+        """Whether the previous turn's cache was found. The answer is right and in time either way."""
         reply = self._client.escalate(self.messages)
-        self._right(reply, self.messages)
+        self._assert_right(reply, self.messages)
         assert reply.took_s < REQUEST_S and reply.path == "mapped"
-        self.messages = carried_on(self.messages, reply.text)
-        return reply.told["handoff_tokens"] is None
+        self.messages = next_turn(self.messages, reply.text)
+        return reply.report["handoff_tokens"] is None
 
 
-def test_a_conversation_over_a_redis_that_comes_and_goes(store: RedisProcess, client: Client, right: Right) -> None:
-    turn = Conversation(client, "Benedick", right)
-    assert not turn.next_is_found()
-    assert turn.next_is_found()
+def test_redis_is_frozen_and_flushed_during_a_conversation(
+    store: RedisProcess, client: Client, assert_right: AssertRight
+) -> None:
+    conversation = Conversation(client, "Benedick", assert_right)
+    assert not conversation.next_turn_hits()
+    assert conversation.next_turn_hits()
 
     store.freeze()
-    assert not turn.next_is_found()
-    assert not turn.next_is_found()
+    assert not conversation.next_turn_hits()
+    assert not conversation.next_turn_hits()
     store.thaw()
-    eventually(lambda: registry_answers(client), "the registry is asked again")
-    turn.next_is_found()
-    assert turn.next_is_found()
+    eventually(lambda: registry_answers(client), "the registry is used again")
+    conversation.next_turn_hits()
+    assert conversation.next_turn_hits()
 
     with closing(redis.Redis.from_url(store.url)) as direct:
         direct.flushall()
-    assert not turn.next_is_found()
-    assert turn.next_is_found()
+    assert not conversation.next_turn_hits()
+    assert conversation.next_turn_hits()
 
 
-def test_entries_that_name_other_caches(store: RedisProcess, client: Client, right: Right) -> None:
-    """Each entry names another conversation's cache, and another length: hints, and none of them is believed."""
-    talks = [talk(name) for name in ("Beatrice", "Leonato")]
-    for one in talks:
+def test_entries_naming_other_caches_are_not_believed(
+    store: RedisProcess, client: Client, assert_right: AssertRight
+) -> None:
+    """Each entry names another conversation's cache and a wrong length."""
+    prompts = [conversation(name) for name in ("Beatrice", "Leonato")]
+    for one in prompts:
         for model in ("small", "large"):
             client.ask(one, model)
-    for one in talks:
+    for one in prompts:
         for model, policy in (("small", None), ("large", None), ("auto", None), ("auto", "always_escalate")):
-            exchange(store)
-            right(client.ask(one, model, policy=policy), one)
+            swap_entries(store)
+            assert_right(client.ask(one, model, policy=policy), one)
 
 
-def test_an_entry_that_calls_a_mapped_cache_exact(store: RedisProcess, client: Client, right: Right) -> None:
-    asked = talk("Margaret")
-    after = carried_on(asked, client.escalate(asked).text)
+def test_entry_calling_a_mapped_cache_exact_is_not_believed(
+    store: RedisProcess, client: Client, assert_right: AssertRight
+) -> None:
+    messages = conversation("Margaret")
+    after = next_turn(messages, client.escalate(messages).text)
     with closing(redis.Redis.from_url(store.url)) as direct:
         for key, entry in entries(direct).items():
             direct.set(key, json.dumps(entry | {"provenance": "exact"}), keepttl=True)
     reply = client.ask(after, "large")
     assert reply.path == "fallback:large_cache_mismatch"
-    right(reply, after)
+    assert_right(reply, after)
 
 
-def test_killed(store: RedisProcess, client: Client, right: Right) -> None:
-    turn = Conversation(client, "Dogberry", right)
-    turn.next_is_found()
+def test_redis_is_killed(store: RedisProcess, client: Client, assert_right: AssertRight) -> None:
+    conversation = Conversation(client, "Dogberry", assert_right)
+    conversation.next_turn_hits()
     store.kill()
-    assert not turn.next_is_found()
-    assert not turn.next_is_found()
+    assert not conversation.next_turn_hits()
+    assert not conversation.next_turn_hits()
     assert client.http.get("/readyz").status_code == client.http.get("/livez").status_code == 200
 
 
 def registry_answers(client: Client) -> bool:
-    """Asks something small, and looks whether the registry was asked for it."""
+    """Whether a small request reads from the registry."""
     before = client.metric("registry_ops_total", op="get", result="ok")
     client.ask([{"role": "user", "content": "Is it there?"}], "small")
     return client.metric("registry_ops_total", op="get", result="ok") > before
 
 
-def exchange(store: RedisProcess) -> None:
-    """Gives every entry the cache of the next one of the same worker, and a length that is wrong."""
+def swap_entries(store: RedisProcess) -> None:
+    """Give each entry the cache of the same worker's next entry, and a wrong length."""
     with closing(redis.Redis.from_url(store.url)) as direct:
         known = entries(direct)
         for worker in {entry["worker"] for entry in known.values()}:

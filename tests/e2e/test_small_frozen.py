@@ -1,5 +1,5 @@
-"""The small worker is frozen before its prefill, or between it and the transfer: requests are answered in time, and
-rightly; afterwards they are mapped again."""
+"""The small worker is frozen before its prefill, or between prefill and transfer. Requests are answered in time;
+afterwards they are mapped again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e import contract
-from tests.e2e.conftest import Right
+from tests.e2e.conftest import AssertRight
+from tests.e2e.conversations import conversation
 from tests.e2e.running import REQUEST_S, Client, Cluster, Reply
-from tests.e2e.talks import talk
 from workers.api.errors import DeadlineExceeded
 
 
@@ -20,35 +20,35 @@ def in_time(reply: Reply) -> Reply:
     return reply
 
 
-def is_mapped_again(client: Client, name: str, right: Right) -> None:
-    asked = talk(f"{name} once more")
-    reply = in_time(client.escalate(asked))
+def assert_mapped_again(client: Client, name: str, assert_right: AssertRight) -> None:
+    messages = conversation(f"{name} once more")
+    reply = in_time(client.escalate(messages))
     assert reply.path == "mapped"
-    right(reply, asked)
+    assert_right(reply, messages)
 
 
-def test_frozen_between_prefill_and_transfer(cluster: Cluster, blind: Client, right: Right) -> None:
-    asked = talk("Macbeth")
-    blind.ask(asked, "small")
+def test_frozen_between_prefill_and_transfer(cluster: Cluster, unpolled: Client, assert_right: AssertRight) -> None:
+    messages = conversation("Macbeth")
+    unpolled.ask(messages, "small")
     with cluster.frozen("small"):
-        reply = in_time(blind.escalate(asked))
-    assert (reply.path, reply.told["tier"]) == ("fallback:deadline_exceeded", "large")
-    right(reply, asked)
-    is_mapped_again(blind, "Macbeth", right)
+        reply = in_time(unpolled.escalate(messages))
+    assert (reply.path, reply.report["tier"]) == ("fallback:deadline_exceeded", "large")
+    assert_right(reply, messages)
+    assert_mapped_again(unpolled, "Macbeth", assert_right)
 
 
-def test_frozen_before_its_prefill(cluster: Cluster, blind: Client, right: Right) -> None:
-    asked = talk("Lear")
+def test_frozen_before_the_prefill(cluster: Cluster, unpolled: Client, assert_right: AssertRight) -> None:
+    messages = conversation("Lear")
     with cluster.frozen("small"), ThreadPoolExecutor(2) as pool:
-        replies = list(pool.map(lambda ask: in_time(ask(asked)), (blind.escalate, blind.ask)))
+        replies = list(pool.map(lambda ask: in_time(ask(messages)), (unpolled.escalate, unpolled.ask)))
     for reply in replies:
-        assert (reply.path, reply.told["tier"]) == ("fallback:small_deadline_exceeded", "large")
-        right(reply, asked)
-    is_mapped_again(blind, "Lear", right)
+        assert (reply.path, reply.report["tier"]) == ("fallback:small_deadline_exceeded", "large")
+        assert_right(reply, messages)
+    assert_mapped_again(unpolled, "Lear", assert_right)
 
 
-async def test_frozen_by_the_contract(cluster: Cluster) -> None:
-    read = await contract.prefilled(cluster, talk("Edgar"))
+async def test_frozen_worker_fails_a_transfer_at_its_deadline(cluster: Cluster) -> None:
+    prefilled = await contract.prefill(cluster, conversation("Edgar"))
     with cluster.frozen("small"), pytest.raises(DeadlineExceeded):
-        await contract.transferred(cluster, read, deadline_s=0.5)
-    assert (await contract.transferred(cluster, read)).num_tokens > 0
+        await contract.transfer(cluster, prefilled, deadline_s=0.5)
+    assert (await contract.transfer(cluster, prefilled)).num_tokens > 0

@@ -13,7 +13,7 @@ from tests.e2e.running import START_S
 from tests.e2e.test_up import ROOT
 
 
-def test_a_short_soak(tmp_path: Path) -> None:
+def test_short_soak(tmp_path: Path) -> None:
     report, scratch = tmp_path / "report.json", tmp_path / "scratch"
     scratch.mkdir()
     arguments = ["soak", "--minutes", "0.1", "--family", "tiny", "--seed", "1", "--json", str(report)]

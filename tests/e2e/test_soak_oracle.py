@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.e2e.conversations import conversation
 from tests.e2e.running import START_S, Cluster, request
-from tests.e2e.talks import talk
 from tools.soak.checks import Oracle
 from tools.soak.requests import SoakExchange, SoakRequest
 from workers.families import Family
@@ -14,9 +14,9 @@ from workers.families import Family
 async def test_oracle_rejects_wrong_tokens(cluster: Cluster, family: Family) -> None:
     """A mapped answer of the worker passes; with another token, log-probability, length, text or number of mapped
     tokens it does not."""
-    reply, sent = cluster.client.escalate(talk("Ariel")), SoakRequest(request(talk("Ariel")))
+    reply, sent = cluster.client.escalate(conversation("Ariel")), SoakRequest(request(conversation("Ariel")))
     right = SoakExchange(
-        "default", sent, 0.0, ended="whole", text=reply.text, tokens=reply.tokens, kvrelay=reply.told
+        "default", sent, 0.0, ended="whole", text=reply.text, tokens=reply.tokens, kvrelay=reply.report
     )
     first, *rest = right.tokens
     wrong = [

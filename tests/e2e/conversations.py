@@ -1,11 +1,11 @@
-"""Conversations with a canary: a fact that only their own document holds, and a question for it."""
+"""Conversations about a fact that only their own document holds."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-Talk = list[dict[str, Any]]
+Messages = list[dict[str, Any]]
 
 WORDS = (
     "the king and his men came to the gate of the old town where a lady with white hands stood by the well and said "
@@ -14,10 +14,10 @@ WORDS = (
 ).split()
 
 
-def talk(name: str, secret: str = "silver river", *, num_words: int = 280) -> Talk:
-    """A document about `name` of some 1.3 tokens a word, with `secret` near its start, and the question for it.
+def conversation(name: str, secret: str = "silver river", *, num_words: int = 280) -> Messages:
+    """Return a document about `name` with `secret` near its start, and a question for the secret.
 
-    Another name or another secret gives another document, so that no two tests share a prefix worth having.
+    A word is about 1.3 tokens. Another name or secret gives another document, so tests share no long prefix.
     """
     rng = random.Random(f"{name}: {secret}")
     filler = " ".join(rng.choices(WORDS, k=num_words))
@@ -25,6 +25,6 @@ def talk(name: str, secret: str = "silver river", *, num_words: int = 280) -> Ta
     return [{"role": "system", "content": document}, {"role": "user", "content": f"What is the password of {name}?"}]
 
 
-def carried_on(before: Talk, answer: str, question: str = "And what did the captain say?") -> Talk:
-    """The turn after: the answer as it came, and a new question."""
+def next_turn(before: Messages, answer: str, question: str = "And what did the captain say?") -> Messages:
+    """Append the answer and a new question."""
     return [*before, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
