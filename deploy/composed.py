@@ -1,4 +1,4 @@
-"""What docker-compose.yml says, as values: for the tests, and for smoke.py, which runs it without containers."""
+"""docker-compose.yml as values, for the tests and for smoke.py."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 class VariableMissing(Exception):
-    """A variable without which the file says it cannot be used."""
+    """A required variable is not set."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """One service, its variables filled in. `content` is all that the file says of it."""
+    """One service with its variables filled in. `content` is its section of the file."""
 
     name: str
     content: Mapping[str, Any]
 
     @property
     def command(self) -> list[str]:
-        """Empty where it is the image's own."""
+        """The command; empty for the image's own."""
         return [*self.content.get("entrypoint", []), *self.content.get("command", [])]
 
     @property
@@ -48,7 +48,7 @@ class Service:
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
-        """(source, target): a folder of the project, or the name of a volume."""
+        """Pairs (source, target). A source is a folder of the project or the name of a volume."""
         return [tuple(one.split(":")[:2]) for one in self.content.get("volumes", [])]
 
     @property
@@ -61,7 +61,7 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """Under which other services reach it."""
+        """The host names under which other services reach it."""
         networks = self.content.get("networks", [])
         aliases = [one.get("aliases", []) for one in networks.values()] if isinstance(networks, dict) else []
         return [self.name, *(alias for some in aliases for alias in some)]
@@ -69,7 +69,7 @@ class Service:
 
 @dataclass(frozen=True)
 class Composed:
-    """The whole file, its variables filled in."""
+    """The whole file with its variables filled in."""
 
     content: Mapping[str, Any]
 
@@ -78,7 +78,7 @@ class Composed:
         return {name: Service(name, content) for name, content in self.content["services"].items()}
 
     def started_with(self, profile: str) -> Iterator[Service]:
-        """The services of a profile, each after those that it depends on."""
+        """Yield the services of a profile, dependencies first."""
         chosen = {name: one for name, one in self.services.items() if not one.profiles or profile in one.profiles}
         done: list[str] = []
         while len(done) < len(chosen):
@@ -90,24 +90,24 @@ class Composed:
 
 
 def load(variables: Mapping[str, str], path: Path = COMPOSE_FILE) -> Composed:
-    """Raises `VariableMissing` for a variable that must be set, and one without a default that is not."""
+    """Raises `VariableMissing` for a required variable, or one without a default, that is not set."""
     return Composed(_filled_in(yaml.safe_load(path.read_text(encoding="utf-8")), variables))
 
 
 def read_env(path: Path) -> dict[str, str]:
-    """The lines NAME=VALUE of an .env file."""
+    """Parse the lines NAME=VALUE of an .env file."""
     lines = [line.partition("=") for line in path.read_text(encoding="utf-8").splitlines()]
     return {name: value for name, equals, value in lines if equals and not name.startswith("#")}
 
 
 def image_environment() -> dict[str, str]:
-    """What the images set for every process."""
+    """The environment that the images set."""
     lines = re.findall(r"^ENV (\w+)=(\S+)$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
     return dict(lines)
 
 
 def num_bytes(size: str) -> int:
-    """`1280m` in bytes."""
+    """Parse a size such as `1280m`."""
     return int(size[:-1]) * _UNITS[size[-1].lower()]
 
 

@@ -1,10 +1,9 @@
-"""Runs the install steps of an image without a container engine: what its build copies and runs, in scratch folders.
+"""Run the install steps of an image without a container engine, in a temporary folder.
 
     python -m deploy.installs gateway
-    python -m deploy.installs worker        torch included: some minutes, and gigabytes
+    python -m deploy.installs worker        installs torch: some minutes, and gigabytes
 
-TORCH_INDEX in the environment does what the build argument of that name does. Status 0: the image would build, as far
-as installing goes.
+TORCH_INDEX in the environment works as the build argument of that name. The exit status is that of the steps.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ VENV = "/opt/kvrelay"
 
 
 def copies(stage: str) -> list[tuple[str, str]]:
-    """What is copied for a stage and for those that it builds on, as (from, to)."""
+    """Return what a stage and those below it copy, as (from, to)."""
     lines = [line.split()[1:] for line in _lines(stage) if line.startswith("COPY ")]
     return [(source, target) for *sources, target in lines for source in sources]
 
 
 def copy(stage: str, folder: Path) -> None:
-    """All that into `folder`."""
+    """Copy it into `folder`."""
     folder.mkdir(exist_ok=True)
     for source, target in copies(stage):
         whole, into = REPOSITORY / source, folder / target
@@ -41,12 +40,12 @@ def copy(stage: str, folder: Path) -> None:
 
 
 def commands(stage: str) -> list[str]:
-    """What is run, likewise."""
+    """Return what a stage and those below it run."""
     return [line.removeprefix("RUN ") for line in _lines(stage) if line.startswith("RUN ")]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.installs", description="Runs an image's install steps.")
+    parser = argparse.ArgumentParser(prog="python -m deploy.installs", description="Run an image's install steps.")
     parser.add_argument("image", choices=IMAGES)
     stage = f"{parser.parse_args().image}-build"
     with TemporaryDirectory() as folder:
@@ -63,7 +62,10 @@ def main() -> int:
 
 
 def _lines(stage: str) -> list[str]:
-    """Of a stage and of those below it but the first, at which nothing is installed. Raises `LookupError`."""
+    """Return the lines of a stage and those below it, except the first, which installs nothing.
+
+    Raises `LookupError` for an unknown stage.
+    """
     text = re.sub(r"\s*\\\n\s*", " ", DOCKERFILE.read_text())
     found = re.search(rf"^FROM (\S+) AS {stage}$(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:

@@ -1,4 +1,4 @@
-"""Every PromQL expression that is shipped: of the dashboards, and of the rules."""
+"""The PromQL expressions of the dashboards and the rules."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _IN_GRAFANA = {"$__rate_interval": "1m", "$__range": "1h", "$__interval": "15s"}
 
 @dataclass(frozen=True)
 class Query:
-    """One expression; `where` is its place, for messages."""
+    """One expression. `where` names its panel or rule."""
 
     where: str
     expression: str
 
     @property
     def metrics(self) -> set[str]:
-        """The metrics that it reads: exported ones, `up`, and recorded ones (with colons)."""
+        """The metrics in it: exported ones, `up`, and recorded ones, whose names have colons."""
         names = set(_METRIC.findall(_STRING.sub("", self.expression)))
         return {name for name in names if name.startswith("kvrelay_") or ":" in name or name == "up"}
 
     @property
     def in_prometheus(self) -> str:
-        """As Grafana sends it, with all of every variable."""
+        """The expression as Grafana sends it, with every variable set to all."""
         filled = self.expression
         for name, value in _IN_GRAFANA.items():
             filled = filled.replace(name, value)

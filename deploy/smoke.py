@@ -1,10 +1,10 @@
-"""See smoke.sh, which starts this in namespaces of its own.
+"""Run the services of docker-compose.yml without containers. smoke.sh starts this in its own namespaces.
 
-    1. the world     folders, secrets, configuration and host names as the containers have them
-    2. services      in the order of depends_on, each until its own health check passes
-    3. a turn        handed over; and one that nobody may ask without a key
-    4. dashboards    every query, in a real Prometheus: it parses, and is not empty where there is something to see
-    5. the end       SIGTERM: every service ends by itself, and the shared memory is empty
+1. root          folders, secrets, configuration and host names as in the containers
+2. services      in the order of depends_on, each until its health check passes
+3. requests      two handoffs, and a request without a key
+4. dashboards    every query runs in a real Prometheus, and returns data if its metrics have samples
+5. shutdown      SIGTERM: every service exits by itself, and the shared memory is empty
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 
 import httpx
 
-from deploy import composed, queries, world
+from deploy import composed, queries, root
 from deploy.composed import REPOSITORY, Service
 
 FAMILY = "tiny"
-WITHIN_S = 600.0  # on a busy machine
+TIMEOUT_S = 600.0  # on a busy machine
 HANDED_OVER = ("mapped", "hybrid")
-DONE = {"models"}  # has ended by the time that others start
-PROJECT = Path("/project")  # where deploy/init is run
+DONE = {"models"}  # exits before the others start
+PROJECT = Path("/project")  # for deploy/init
 LOGS = Path("/logs")
 BIN = "/opt/kvrelay/bin:/usr/local/bin:/usr/bin:/bin"
 GATEWAY, PROMETHEUS = "http://gateway:8000", "http://prometheus:9090"
-# `tiny` reads a prompt faster than the calls around a handoff take; without a floor, none would be tried.
+# A prefill by `tiny` is faster than the calls of a handoff: without this floor none would be tried.
 MORE = {"gateway": {"KVRELAY_DEADLINES__TRANSFER_FLOOR_S": "15"}}
 SCRAPE = ("15s", "1s")
 MESSAGES = [
@@ -44,7 +44,7 @@ MESSAGES = [
 
 
 class Failed(Exception):
-    """What went wrong, for the last line."""
+    """A check has failed."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Running:
         return (LOGS / self.service.name).read_text(errors="replace")[-2000:]
 
     @property
-    def told(self) -> str:
-        return f"{self.service.name} ended with status {self.process.returncode}:\n{self.log}"
+    def exit_report(self) -> str:
+        return f"{self.service.name} exited with status {self.process.returncode}:\n{self.log}"
 
 
 def main() -> int:
@@ -79,44 +79,44 @@ def main() -> int:
     except Failed as error:
         say(f"FAILED: {error}")
         return 1
-    say("all is well")
+    say("all checks passed")
     return 0
 
 
-# 1. The world
+# 1. Root
 
 
 def prepare() -> dict[str, str]:
-    world.loopback_up()
-    world.enter()
+    root.loopback_up()
+    root.enter()
     for path in (PROJECT, LOGS):
-        world.folder(path)
+        root.folder(path)
     subprocess.run([REPOSITORY / "deploy" / "init", PROJECT], check=True, stdout=subprocess.DEVNULL)
     return composed.read_env(PROJECT / ".env") | {"KVRELAY_FAMILY": FAMILY}
 
 
 def lay_out(stack: composed.Composed) -> None:
-    world.put(Path("/opt/kvrelay"), Path(sys.prefix))
-    world.put(Path("/opt/deploy"), REPOSITORY / "deploy" / "images")
+    root.link(Path("/opt/kvrelay"), Path(sys.prefix))
+    root.link(Path("/opt/deploy"), REPOSITORY / "deploy" / "images")
     names = sorted({name for service in stack.started_with("cpu") for name in service.names})
-    world.write(Path("/etc/hosts"), f"127.0.0.1 localhost {' '.join(names)}\n")
-    world.memory(Path("/dev/shm"), composed.num_bytes(stack.services["memory"].content["shm_size"]))
+    root.write(Path("/etc/hosts"), f"127.0.0.1 localhost {' '.join(names)}\n")
+    root.mount_memory(Path("/dev/shm"), composed.num_bytes(stack.services["memory"].content["shm_size"]))
     for name, secret in stack.content["secrets"].items():
-        world.put(Path("/run/secrets") / name, PROJECT / secret["file"])
+        root.link(Path("/run/secrets") / name, PROJECT / secret["file"])
     for source, target in sorted({mount for service in stack.started_with("cpu") for mount in service.mounts}):
         if source in stack.content["volumes"]:
-            world.folder(Path(target))
+            root.folder(Path(target))
         else:
-            world.put(Path(target), REPOSITORY / source)
+            root.link(Path(target), REPOSITORY / source)
     scrape_faster()
 
 
 def scrape_faster() -> None:
-    """Nobody waits here for two scrapes that are 15 seconds apart."""
+    """Scrape every second, not every 15."""
     folder, target = REPOSITORY / "deploy" / "prometheus", Path("/etc/prometheus")
     for file in folder.iterdir():
         text = file.read_text(encoding="utf-8")
-        world.write(target / file.name, text.replace(*SCRAPE) if file.name == "prometheus.yml" else text)
+        root.write(target / file.name, text.replace(*SCRAPE) if file.name == "prometheus.yml" else text)
 
 
 # 2. Services
@@ -124,7 +124,7 @@ def scrape_faster() -> None:
 
 def start(service: Service, running: dict[str, Running]) -> None:
     if not service.command or shutil.which(service.command[0], path=BIN) is None:
-        say(f"{service.name}: not installed here; left out")
+        say(f"{service.name}: not installed here; skipped")
         return
     environment = {"PATH": BIN} | composed.image_environment() | service.environment | MORE.get(service.name, {})
     with (LOGS / service.name).open("wb") as log:
@@ -134,8 +134,8 @@ def start(service: Service, running: dict[str, Running]) -> None:
 
 def wait_for(one: Running, condition: str) -> None:
     if condition == "service_completed_successfully":
-        if one.process.wait(WITHIN_S):
-            raise Failed(one.told)
+        if one.process.wait(TIMEOUT_S):
+            raise Failed(one.exit_report)
     elif condition == "service_healthy" and one.service.health_test:
         eventually(lambda: is_healthy(one), f"{one.service.name} is healthy", lambda: one.log)
         say(f"{one.service.name}: healthy")
@@ -143,30 +143,30 @@ def wait_for(one: Running, condition: str) -> None:
 
 def is_healthy(one: Running) -> bool:
     if one.process.poll() is not None:
-        raise Failed(one.told)
+        raise Failed(one.exit_report)
     kind, *test = one.service.health_test
-    if test[0] == "wget":  # which the image has, and not every machine
+    if test[0] == "wget":  # in the image, but not on every machine
         test = ["python", "/opt/deploy/healthy", test[-1]]
     command: Sequence[str] = ["sh", "-c", *test] if kind == "CMD-SHELL" else test
     return subprocess.run(command, env={"PATH": BIN}, capture_output=True).returncode == 0
 
 
-# 3. A turn
+# 3. Requests
 
 
 def drive(*, has_prometheus: bool) -> None:
     key = (PROJECT / ".kvrelay" / "deploy" / "api-key").read_text()
     with httpx.Client(base_url=GATEWAY, timeout=60, headers={"authorization": f"Bearer {key}"}) as http:
-        eventually(lambda: tiers_of(http) == {"small", "large"}, "the gateway has seen both tiers", lambda: "")
+        eventually(lambda: tiers_of(http) == {"small", "large"}, "the gateway sees both tiers", lambda: "")
         refused = httpx.post(f"{GATEWAY}/v1/chat/completions", json={"model": "auto", "messages": MESSAGES})
-        check(refused.status_code == 401, f"without a key the gateway answers {refused.status_code}, not 401")
+        check(refused.status_code == 401, f"a request without a key got {refused.status_code}, not 401")
         if has_prometheus:
             eventually(lambda: len(ask("up == 1")) == 3, "Prometheus scrapes all three", lambda: str(ask("up")))
         hand_over(http, 1)
         hand_over(http, 2)
         check_registry(http.get("/metrics").text)
         if has_prometheus:
-            look_at_dashboards(http)
+            check_dashboards(http)
 
 
 def tiers_of(http: httpx.Client) -> set[str]:
@@ -177,7 +177,7 @@ def tiers_of(http: httpx.Client) -> set[str]:
 
 
 def hand_over(http: httpx.Client, number: int) -> None:
-    """A turn with a prompt of its own, which nobody has read yet."""
+    """Escalate a new prompt. It must be handed over."""
     body: dict[str, Any] = {
         "model": "auto",
         "messages": [MESSAGES[0] | {"content": f"{number}. {MESSAGES[0]['content']}"}, MESSAGES[1]],
@@ -187,36 +187,36 @@ def hand_over(http: httpx.Client, number: int) -> None:
     }
     reply = http.post("/v1/chat/completions", json=body)
     path = reply.headers.get("x-kvrelay-path", reply.text)
-    say(f"turn {number}: status {reply.status_code}, path {path}")
-    check(reply.status_code == 200 and path in HANDED_OVER, f"turn {number} was not handed over: {path}")
+    say(f"request {number}: status {reply.status_code}, path {path}")
+    check(reply.status_code == 200 and path in HANDED_OVER, f"request {number} was not handed over: {path}")
 
 
 def check_registry(exposed: str) -> None:
     lines = [line for line in exposed.splitlines() if line.startswith("kvrelay_registry_ops_total{")]
-    check(any('result="ok"' in line for line in lines), "no operation of the registry went well")
-    # Late is no failure here: on a busy machine an operation's 100 ms pass. One that Redis refuses is an error.
-    check(not any('result="error"' in line for line in lines), f"the registry failed: {lines}")
+    check(any('result="ok"' in line for line in lines), "no registry operation succeeded")
+    # A timeout is accepted: on a busy machine an operation may take over 100 ms. An error means that Redis refused it.
+    check(not any('result="error"' in line for line in lines), f"registry operations failed: {lines}")
 
 
 # 4. Dashboards
 
 
-def look_at_dashboards(http: httpx.Client) -> None:
-    """A query whose metrics have samples must have an answer."""
+def check_dashboards(http: httpx.Client) -> None:
+    """A query must return data if all its metrics have samples."""
     shown = [*queries.of_dashboards(), *queries.of_rules("record")]
     for query in queries.of_rules("alert"):
         ask(query.in_prometheus)
-    number, until = 3, time.monotonic() + WITHIN_S
+    number, until = 3, time.monotonic() + TIMEOUT_S
     while True:
-        hand_over(http, number)  # a rate needs two scrapes, with something between them
+        hand_over(http, number)  # a rate needs requests between two scrapes
         number += 1
         time.sleep(2.5)
         empty = [query for query in shown if not ask(query.in_prometheus) and all(map(has_samples, query.metrics))]
         if not empty:
             break
-        check(time.monotonic() < until, f"nothing to show, though there is: {[(q.where, q.expression) for q in empty]}")
+        check(time.monotonic() < until, f"queries return nothing: {[(q.where, q.expression) for q in empty]}")
     seen = sum(bool(ask(query.in_prometheus)) for query in shown)
-    say(f"dashboards and rules: {seen} of {len(shown)} queries have something to show, the others nothing to count")
+    say(f"dashboards and rules: {seen} of {len(shown)} queries return data, the others have no samples")
 
 
 def has_samples(metric: str) -> bool:
@@ -225,7 +225,7 @@ def has_samples(metric: str) -> bool:
 
 @cache
 def prometheus() -> httpx.Client:
-    """One for all the questions: to make one takes longer than to ask."""
+    """One client for all queries: creating one takes longer than a query."""
     return httpx.Client(base_url=PROMETHEUS, timeout=30)
 
 
@@ -239,30 +239,30 @@ def ask(expression: str) -> list[dict[str, Any]]:
     return found
 
 
-# 5. The end
+# 5. Shutdown
 
 
 def stop(running: list[Running]) -> None:
     for one in reversed(running):
         if one.service.content.get("init"):
-            one.process.kill()  # `sleep` has no better end; in a container, the init ends it
+            one.process.kill()  # `sleep` ignores SIGTERM; in a container the init stops it
             continue
         one.process.send_signal(signal.SIGTERM)
         try:
             status = one.process.wait(60)
         except subprocess.TimeoutExpired:
-            raise Failed(f"{one.service.name} does not end:\n{one.log}") from None
-        check(status == 0, f"{one.service.name} ended with status {status}:\n{one.log}")
+            raise Failed(f"{one.service.name} does not exit:\n{one.log}") from None
+        check(status == 0, f"{one.service.name} exited with status {status}:\n{one.log}")
     left = os.listdir("/dev/shm")
-    check(not left, f"left in the shared memory: {left}")
-    say("every service has ended by itself, and the shared memory is empty")
+    check(not left, f"files left in shared memory: {left}")
+    say("every service exited by itself, and the shared memory is empty")
 
 
 def eventually(holds: Callable[[], bool], what: str, more: Callable[[], str]) -> None:
-    until = time.monotonic() + WITHIN_S
+    until = time.monotonic() + TIMEOUT_S
     while not holds():
         if time.monotonic() > until:
-            raise Failed(f"waited in vain until {what}\n{more()}")
+            raise Failed(f"timed out waiting until {what}\n{more()}")
         time.sleep(1.0)
 
 

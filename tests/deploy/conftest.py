@@ -10,7 +10,7 @@ from deploy.composed import REPOSITORY, Composed, load, read_env
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `deploy/init` has been run."""
+    """A folder after `deploy/init`."""
     folder = tmp_path_factory.mktemp("project")
     init(folder)
     return folder
@@ -22,5 +22,5 @@ def init(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def composed(project: Path) -> Composed:
-    """docker-compose.yml with the variables that `deploy/init` set."""
+    """docker-compose.yml with the variables of `deploy/init`."""
     return load(read_env(project / ".env"))

@@ -1,4 +1,4 @@
-"""docker-compose.yml: valid, contained, and such that two workers can read each other's memory."""
+"""docker-compose.yml: valid, contained, and two workers can read each other's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.settings import read_settings
 CONFIG = REPOSITORY / "deploy" / "config"
 SERVICES = sorted(yaml.safe_load(COMPOSE_FILE.read_text())["services"])
 WORKERS = [name for name in SERVICES if name.startswith("worker-")]
-OWN = [name for name in SERVICES if name not in ("prometheus",)]  # run as the secrets' owner
+OWN = [name for name in SERVICES if name not in ("prometheus",)]  # run as the owner of the secrets
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def service(composed: Composed, request: pytest.FixtureRequest) -> Service:
     return composed.services[request.param]
 
 
-def test_it_fits_the_schema_of_compose_files() -> None:
+def test_file_matches_the_compose_schema() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE_FILE)]
     checked = subprocess.run(command, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 
 
-def test_without_its_secrets_it_says_what_to_do() -> None:
+def test_missing_secrets_name_deploy_init() -> None:
     with pytest.raises(VariableMissing, match="deploy/init"):
         load({})
 
@@ -51,8 +51,8 @@ def test_every_service_is_contained(service: Service) -> None:
 
 
 @pytest.mark.parametrize("service", OWN, indirect=True)
-def test_who_reads_a_secret_is_its_owner(service: Service, project: Path) -> None:
-    """A secret is mounted with the owner and mode that its file has, and one that others can read is refused."""
+def test_services_run_as_the_owner_of_the_secrets(service: Service, project: Path) -> None:
+    """A mounted secret keeps the owner and mode of its file."""
     owner = (project / ".kvrelay" / "deploy" / "cluster-secret").stat()
     assert service.content["user"] == f"{owner.st_uid}:{owner.st_gid}"
 
@@ -65,11 +65,11 @@ def test_every_server_has_a_health_check(service: Service) -> None:
 
 
 @pytest.mark.parametrize("service", WORKERS, indirect=True)
-def test_workers_share_the_memory_of_a_third(service: Service, composed: Composed) -> None:
+def test_workers_share_the_memory_of_a_third_service(service: Service, composed: Composed) -> None:
     memory = composed.services["memory"]
     assert service.content["ipc"] == "service:memory"
     assert memory.content["ipc"] == "shareable"
-    assert memory.content["user"] == service.content["user"], "a pool's file is its owner's alone"
+    assert memory.content["user"] == service.content["user"], "only its owner can read a pool's file"
     assert memory.depends_on == {}, "it outlives the workers"
     on_gpu = service.profiles == ["gpu"]
     assert service.content.get("pid") == ("service:memory" if on_gpu else None)
@@ -78,21 +78,21 @@ def test_workers_share_the_memory_of_a_third(service: Service, composed: Compose
         assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def test_the_pools_fit_into_the_shared_memory(composed: Composed) -> None:
+def test_pools_fit_into_the_shared_memory(composed: Composed) -> None:
     pools = [read_settings(CONFIG / "kvrelay.yaml", name).pool_bytes for name in ("small-0", "large-0")]
     size = num_bytes(composed.services["memory"].content["shm_size"])
     assert sum(pools) + 2 * 2**20 < size
 
 
-def test_only_the_gateway_and_the_dashboards_can_be_reached(composed: Composed) -> None:
+def test_only_gateway_and_dashboards_are_on_the_outer_network(composed: Composed) -> None:
     assert composed.content["networks"]["inside"] == {"internal": True}
     outside = {name for name, one in composed.services.items() if "edge" in one.content["networks"]}
     assert outside == {"gateway", "prometheus", "grafana", "models", "models-gpu"}
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_commands_and_configuration_fit_together(profile: str, composed: Composed) -> None:
-    """Each worker of the configuration runs once, under the name and port that the gateway calls."""
+def test_commands_match_the_configuration(profile: str, composed: Composed) -> None:
+    """Each configured worker runs once, with the name and port that the gateway calls."""
     known = settings.load(CONFIG / "kvrelay.yaml").workers
     started = {}
     for service in composed.started_with(profile):
@@ -108,7 +108,7 @@ def test_commands_and_configuration_fit_together(profile: str, composed: Compose
     assert started.keys() == known.keys()
 
 
-def test_the_gateway_reads_the_same_of_both_configurations() -> None:
+def test_both_configurations_are_the_same_to_the_gateway() -> None:
     cpu, gpu = (settings.load(CONFIG / name) for name in ("kvrelay.yaml", "gpu.yaml"))
     assert (cpu.tiers, cpu.server, cpu.policy, cpu.registry) == (gpu.tiers, gpu.server, gpu.policy, gpu.registry)
     assert {name: (one.tier, one.url) for name, one in cpu.workers.items()} == {
@@ -118,7 +118,7 @@ def test_the_gateway_reads_the_same_of_both_configurations() -> None:
 
 @pytest.fixture
 def check_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Sees that the gateway of a folder's .env takes the key in that folder."""
+    """Check that the gateway of a folder's .env accepts the key in that folder."""
 
     def check(folder: Path) -> None:
         tenants = load(read_env(folder / ".env")).services["gateway"].environment["KVRELAY_TENANTS"]
@@ -131,11 +131,11 @@ def check_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return check
 
 
-def test_the_gateway_knows_the_key_that_was_made(check_key: Callable[[Path], None], project: Path) -> None:
+def test_gateway_accepts_the_created_key(check_key: Callable[[Path], None], project: Path) -> None:
     check_key(project)
 
 
-def test_it_knows_a_key_that_was_made_anew(check_key: Callable[[Path], None], tmp_path: Path) -> None:
+def test_gateway_accepts_a_key_created_again(check_key: Callable[[Path], None], tmp_path: Path) -> None:
     init(tmp_path)
     key = tmp_path / ".kvrelay" / "deploy" / "api-key"
     before = key.read_text()
@@ -145,11 +145,11 @@ def test_it_knows_a_key_that_was_made_anew(check_key: Callable[[Path], None], tm
     check_key(tmp_path)
 
 
-def test_what_the_user_has_set_is_kept_and_what_is_missing_is_added(
-    check_key: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_init_keeps_the_users_settings_and_adds_missing_ones(check_key: Callable[[Path], None], tmp_path: Path) -> None:
     env = tmp_path / ".env"
-    env.write_text("# mine\nKVRELAY_FAMILY=tiny\nKVRELAY_UID=\nTORCH_INDEX=\nANOTHER=a=b")  # and no end of the line
+    env.write_text(
+        "# mine\nKVRELAY_FAMILY=tiny\nKVRELAY_UID=\nTORCH_INDEX=\nANOTHER=a=b"
+    )  # without a newline at the end
     init(tmp_path)
     check_key(tmp_path)
     lines = env.read_text().splitlines()
@@ -160,7 +160,7 @@ def test_what_the_user_has_set_is_kept_and_what_is_missing_is_added(
     assert env.read_text().splitlines() == lines
 
 
-def test_secrets_are_files_of_their_owner_and_are_kept(project: Path) -> None:
+def test_init_keeps_secrets_private_and_unchanged(project: Path) -> None:
     files = sorted((project / ".kvrelay" / "deploy").iterdir())
     before = {file.name: file.read_text() for file in files}
     assert {"cluster-secret", "redis-password", "redis-users", "grafana-password", "api-key"} == set(before)
@@ -170,7 +170,7 @@ def test_secrets_are_files_of_their_owner_and_are_kept(project: Path) -> None:
     assert {file.name: file.read_text() for file in files} == before
 
 
-def test_what_is_mounted_is_there(composed: Composed, project: Path) -> None:
+def test_mounted_paths_exist(composed: Composed, project: Path) -> None:
     volumes = composed.content["volumes"]
     for service in composed.services.values():
         for source, _ in service.mounts:

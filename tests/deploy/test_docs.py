@@ -1,4 +1,4 @@
-"""The documentation says what is so: its commands run, its examples work, and what it names is there."""
+"""The documentation is right: its commands run, its examples work, and what it names exists."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SCHEMAS = {
     GITHUB / "ISSUE_TEMPLATE" / "config.yml": "vendor.github-issue-config",
 }
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = {"docker", "kubectl", "linux", "worker"}  # what a command needs that a test has not, or not so quickly
+NEEDS = {"docker", "kubectl", "linux", "worker"}  # what a command needs and a test does not have
 WORD = re.compile(r"\w+")
 TOP = {path.name for path in REPOSITORY.iterdir()}
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `kind` are the words behind its opening fence."""
+    """A fenced block. `kind` are the words after its opening fence."""
 
     where: str
     kind: tuple[str, ...]
@@ -56,7 +56,7 @@ def of(*kind: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", blocks, ids=lambda block: block.where)
 
 
-def test_every_block_is_of_a_kind_that_is_checked() -> None:
+def test_every_block_has_a_checked_kind() -> None:
     known = {("text",), ("python",), ("yaml", "kvrelay"), ("sh", "run"), *(("sh", need) for need in NEEDS)}
     assert {block.kind for block in BLOCKS} <= known
 
@@ -70,8 +70,8 @@ def test_commands_are_well_formed(block: Block) -> None:
             assert line.split()[1] in {"--help", *commands()}, f"there is no {line!r}"
 
 
-def shown() -> dict[str, set[str]]:
-    """The commands of `kvrelay` that a fenced block of the README or of the documentation shows, with their options."""
+def documented_commands() -> dict[str, set[str]]:
+    """Return the `kvrelay` commands in fenced blocks of README and docs, with their options."""
     found: dict[str, set[str]] = {}
     for doc in (REPOSITORY / "README.md", *DOCS):
         for block in FENCE.finditer(doc.read_text()):
@@ -83,8 +83,8 @@ def shown() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("command", sorted(shown()))
-def test_options_that_are_shown_are_there(command: str) -> None:
+@pytest.mark.parametrize("command", sorted(documented_commands()))
+def test_documented_options_exist(command: str) -> None:
     """In the source of the command's package: asking the command for its help would load torch."""
     package = REPOSITORY / commands()[command].partition(".")[0]
     sources = [path.read_text() for path in package.glob("commands/*.py")]
@@ -92,12 +92,12 @@ def test_options_that_are_shown_are_there(command: str) -> None:
     if command == "fit":  # which derives options from the fields of its settings
         names = re.findall(r"^    (\w+): .+ = _option\(", (package / "settings.py").read_text(), re.MULTILINE)
         known |= {f"--{name.replace('_', '-')}" for name in names}
-    assert shown()[command] - {"--help"} <= known
+    assert documented_commands()[command] - {"--help"} <= known
 
 
-def test_targets_of_make_that_are_shown_are_there() -> None:
-    text = (REPOSITORY / "README.md").read_text()
-    targets = set(re.findall(r"^make ([a-z]+)", text, re.MULTILINE)) | set(re.findall(r"`make ([a-z]+)", text))
+def test_documented_make_targets_exist() -> None:
+    text = "".join((REPOSITORY / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    targets = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) | set(re.findall(r"`make ([a-z-]+)", text))
     (phony,) = re.findall(r"^\.PHONY: (.+)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert len(targets) > 3 and targets <= set(phony.split())
 
@@ -114,7 +114,7 @@ def test_commands_run(block: Block) -> None:
 @of("python")
 def test_examples_work(block: Block) -> None:
     names: dict[str, Any] = {"__name__": block.where}
-    exec(compile(block.text, block.where, "exec"), names)  # the file's own text, which is ours
+    exec(compile(block.text, block.where, "exec"), names)  # our own documentation
     if "LongOnes" in names:
         policy = names["LongOnes"]()
         short, long = (policy.decide(("small", "large"), RequestFeatures(num_chars=count)) for count in (1, 9000))
@@ -124,7 +124,7 @@ def test_examples_work(block: Block) -> None:
 
 
 @of("yaml", "kvrelay")
-def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
+def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "kvrelay.yaml"
     path.write_text(block.text)
     for worker in settings.load(path).workers:
@@ -132,7 +132,7 @@ def test_configurations_can_be_used(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("doc", PAGES, ids=lambda doc: doc.stem)
-def test_files_and_tests_that_are_named_are_there(doc: Path) -> None:
+def test_named_files_and_tests_exist(doc: Path) -> None:
     named = [name for name in re.findall(r"`([\w./-]+(?:::\w+)?)`", doc.read_text()) if name.split("/")[0] in TOP]
     for name in named:
         path, _, test = name.partition("::")
@@ -180,14 +180,14 @@ def test_ci_runs_the_same_checks_as_contributors() -> None:
     assert pinned and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", use) for use in pinned)
 
 
-def test_every_threat_is_shown_by_a_test() -> None:
+def test_every_threat_has_a_test() -> None:
     lines = (REPOSITORY / "docs" / "security.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("| ")][1:]
     assert len(rows) > 10
     assert all("::test_" in row.rsplit("|", 2)[1] for row in rows)
 
 
-def test_the_services_and_alerts_are_those_there_are(composed: Composed) -> None:
+def test_documented_services_and_alerts_exist(composed: Composed) -> None:
     text = (REPOSITORY / "docs" / "operate.md").read_text()
     listed = {name for row in re.findall(r"^\| ([a-z, -]+) \|", text, re.MULTILINE) for name in row.split(", ")}
     assert {service.name for service in composed.started_with("cpu")} <= listed

@@ -156,9 +156,7 @@ def registry_at(port: int, password: str) -> doctor.Finding:
     return doctor.registry(from_values(values))
 
 
-def test_redis_problems(
-    tmp_path: Path, require_tool: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_problems(tmp_path: Path, require_tool: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong password, no answer and no server each get their own advice."""
     monkeypatch.setattr(doctor, "REDIS_TIMEOUT_S", 0.5)
     with redis_process(require_tool("redis-server"), tmp_path, "--requirepass", "right") as redis:

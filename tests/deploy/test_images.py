@@ -1,4 +1,4 @@
-"""The Dockerfile: linted; the gateway's image has what it needs of a worker, and no more; both can trace."""
+"""The Dockerfile: linted, the gateway's image without torch, tracing in both images."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ assert gateway.__file__.startswith(sys.argv[1]), gateway.__file__
 """
 
 
-def test_the_dockerfile_is_linted() -> None:
+def test_dockerfile_passes_the_linter() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     linted = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
 
 
 @pytest.mark.slow
-def test_the_gateways_image_runs_on_what_is_copied(tmp_path: Path) -> None:
-    """Not on torch, not on the mappers, and not on more of `workers` than its contract."""
+def test_gateway_image_has_all_it_imports(tmp_path: Path) -> None:
+    """No torch, no mappers, and of `workers` only `workers.api`."""
     copy("gateway-build", tmp_path)
     ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_what_is_copied_is_sent_to_the_build() -> None:
+def test_copied_paths_are_in_the_build_context() -> None:
     allowed = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for stage in ("base", "build", "gateway-build", "worker-build"):
         for source, _ in copies(stage):
@@ -48,22 +48,20 @@ def test_what_is_copied_is_sent_to_the_build() -> None:
             assert any(source == one or source.startswith(f"{one}/") for one in allowed), source
 
 
-def test_every_install_keeps_to_the_constraints() -> None:
+def test_every_install_uses_the_constraints() -> None:
     installs = [line for image in ("gateway", "worker") for line in commands(f"{image}-build") if "pip install" in line]
     assert len(installs) == 3
     assert all("--constraint constraints.txt" in line for line in installs)
 
 
-def test_the_gateways_build_stops_where_torch_can_be_imported() -> None:
-    """Here it can."""
+def test_gateway_build_fails_if_torch_can_be_imported() -> None:
     check = commands("gateway-build")[-1].rpartition("&&")[2].replace("python", sys.executable, 1)
     stopped = subprocess.run(["sh", "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
     assert stopped.returncode == 1 and "AssertionError" in stopped.stderr
 
 
 @pytest.mark.parametrize("image", ["gateway", "worker"])
-def test_the_build_stops_where_tracing_cannot_be_switched_on(image: str) -> None:
-    """It installs what tracing needs, and tries it."""
+def test_build_fails_if_tracing_cannot_start(image: str) -> None:
     *_, install, tracing, _ = (one for command in commands(f"{image}-build") for one in command.split("&&"))
     assert re.search(r"\.\[(\w+,)?otel\]", install)
     python, *options, code = shlex.split(tracing)
@@ -73,7 +71,7 @@ def test_the_build_stops_where_tracing_cannot_be_switched_on(image: str) -> None
         assert (tried.returncode, "TracingUnavailable" in tried.stderr) == (status, bool(status)), tried.stderr
 
 
-def test_everything_that_is_required_is_pinned() -> None:
+def test_every_requirement_is_pinned() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     required = sum(project["optional-dependencies"].values(), start=project["dependencies"])
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
@@ -86,5 +84,5 @@ def _normal(name: str) -> str:
 
 
 @pytest.mark.parametrize("script", ["healthy", "make-models"])
-def test_scripts_can_be_run(script: str) -> None:
+def test_scripts_are_executable(script: str) -> None:
     assert (IMAGES / script).stat().st_mode & 0o111 == 0o111

@@ -1,5 +1,4 @@
-"""The example for Kubernetes: of its schemas; two workers of one pod that share memory, contained, reached by nobody
-else."""
+"""The Kubernetes example: valid, contained, and two workers of one pod share memory."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ PODS = dict(pods())
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])
-def test_it_fits_the_schemas_of_kubernetes(version: str) -> None:
-    """Strictly: a key that is not known is none."""
+def test_manifests_match_the_kubernetes_schemas(version: str) -> None:
+    """Unknown keys are errors."""
     for manifest in MANIFESTS:
         kubernetes_validate.validate(manifest, version, strict=True)
     wrong = copy.deepcopy(named("Deployment", "kvrelay-gateway"))
@@ -58,7 +57,7 @@ def test_every_pod_is_contained(name: str) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
 
 
-def test_two_workers_share_one_memory() -> None:
+def test_two_workers_share_memory() -> None:
     pod = PODS["kvrelay-workers"]["spec"]
     shm = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
     assert shm["medium"] == "Memory"
@@ -68,7 +67,7 @@ def test_two_workers_share_one_memory() -> None:
         assert "runAsUser" not in worker["securityContext"], "the pod's user: a pool is its owner's alone"
 
 
-def test_the_configuration_fits_the_containers(tmp_path: Path) -> None:
+def test_configuration_matches_the_containers(tmp_path: Path) -> None:
     text = named("ConfigMap", "kvrelay")["data"]["kvrelay.yaml"]
     known = from_values(yaml.safe_load(text)).workers
     (tmp_path / "kvrelay.yaml").write_text(text)
@@ -91,12 +90,12 @@ def test_servers_are_probed(name: str) -> None:
             how = container[probe].get("httpGet") or container[probe]["tcpSocket"]
             assert how["port"] in ports
         if "httpGet" in container["livenessProbe"]:
-            assert container["livenessProbe"]["httpGet"]["path"] == "/livez", "a dead Redis must restart nobody"
+            assert container["livenessProbe"]["httpGet"]["path"] == "/livez", "a dead Redis must not restart anything"
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
 
-def test_secrets_are_the_users_alone() -> None:
-    """A mounted secret is readable by its group, which a worker and a gateway refuse: they get a copy."""
+def test_secrets_are_copied_with_mode_0600() -> None:
+    """Workers and gateway refuse mounted secrets, which their group can read."""
     for name in ("kvrelay-workers", "kvrelay-gateway"):
         pod = PODS[name]["spec"]
         (copying,) = pod["initContainers"]
@@ -108,14 +107,14 @@ def test_secrets_are_the_users_alone() -> None:
 
 
 def _mounted(pod: dict[str, Any]) -> set[str]:
-    """The files of its mounted secrets; one that names no keys holds the one after which it is called."""
+    """Return the files of the mounted secrets. A secret without keys holds one file of its name."""
     (volume,) = [one for one in pod["volumes"] if one["name"] == "mounted-secrets"]
     secrets = [source["secret"] for source in volume["projected"]["sources"]]
     whole = {"kvrelay-cluster": [{"path": "cluster-secret"}]}
     return {item["path"] for one in secrets for item in one.get("items") or whole[one["name"]]}
 
 
-def test_every_pod_has_a_policy_and_workers_are_the_gateways() -> None:
+def test_network_policies_allow_only_the_needed_calls() -> None:
     policies = {one["metadata"]["name"]: one["spec"] for one in MANIFESTS if one["kind"] == "NetworkPolicy"}
     deny = policies["kvrelay-default-deny"]
     assert deny == {"podSelector": {"matchLabels": {APP: "kvrelay"}}, "policyTypes": ["Ingress", "Egress"]}
@@ -139,7 +138,7 @@ def test_services_find_their_pods(service: str) -> None:
     assert {port["port"] for port in spec["ports"]} == offered
 
 
-def test_mounted_configuration_and_claims_are_there() -> None:
+def test_mounted_configmaps_and_claims_exist() -> None:
     for pod in PODS.values():
         for volume in pod["spec"]["volumes"]:
             if "configMap" in volume:
@@ -148,7 +147,7 @@ def test_mounted_configuration_and_claims_are_there() -> None:
                 named("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
 
 
-def test_redis_is_configured_as_in_the_compose_file() -> None:
+def test_redis_is_configured_as_in_compose() -> None:
     ours = (REPOSITORY / "deploy" / "redis" / "redis.conf").read_text().splitlines()
     theirs = named("ConfigMap", "kvrelay-redis")["data"]["redis.conf"].splitlines()
     assert [line for line in ours if line and not line.startswith("#")] == theirs

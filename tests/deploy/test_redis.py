@@ -1,4 +1,4 @@
-"""The shipped Redis: its one user may do all that gateways and workers do with it, and nothing else."""
+"""The shipped Redis: its user may do what gateways and workers need, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.api.config import DiscoverySettings
 from workers.api.heartbeat import Board, Heartbeat
 
 SECRET = "a secret of the cluster"
-OPS = ("put", "get", "forget", "quota_hit", "quota_test")  # all that a gateway asks its registry
+OPS = ("put", "get", "forget", "quota_hit", "quota_test")  # every operation of a gateway
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def url(require_tool: Callable[[str], str], secrets: Path, tmp_path_factory: pyt
         yield running.url
 
 
-async def test_workers_may_announce_themselves(url: str, secrets: Path) -> None:
+async def test_user_may_write_heartbeats(url: str, secrets: Path) -> None:
     discovery = DiscoverySettings(url=url, password_file=secrets / "redis-password")
     board = Board(discovery.url_with_password("discovery"), SECRET)
     now = time.time()
@@ -43,26 +43,26 @@ async def test_workers_may_announce_themselves(url: str, secrets: Path) -> None:
     )
     for beat in (lives, gone):
         await board.put(beat)
-    assert await board.read() == [lives], "and the one of long ago is taken off"
+    assert await board.read() == [lives], "and the old one is removed"
     await board.remove("small-0")
     assert await board.read() == []
     await board.aclose()
 
 
-async def test_a_gateway_may_file_and_count(url: str, secrets: Path) -> None:
+async def test_user_may_write_prefixes_and_quotas(url: str, secrets: Path) -> None:
     registry = {"url": url, "password_file": str(secrets / "redis-password")}
     tenants = {"default": {"requests_per_minute": 10_000, "tokens_per_minute": 10_000_000}}
     async with in_process(registry=registry, tenants=tenants) as stack, asyncio.timeout(30):
-        while not all(stack.metric("registry_ops_total", op=op, result="ok") for op in OPS):  # one may come too late
+        while not all(stack.metric("registry_ops_total", op=op, result="ok") for op in OPS):  # one may time out
             await stack.chat()
-            stack.small.restart()  # what was filed of it is to be forgotten
+            stack.small.restart()  # so that its entries are forgotten
         assert not any(stack.metric("registry_ops_total", op=op, result="error") for op in OPS)
 
 
 @pytest.mark.parametrize(
     "command", [("SET", "another:key", "1"), ("HSET", "another:key", "f", "1"), ("FLUSHALL",), ("CONFIG", "GET", "*")]
 )
-async def test_nobody_may_do_more(url: str, secrets: Path, command: tuple[str, ...]) -> None:
+async def test_user_may_do_nothing_else(url: str, secrets: Path, command: tuple[str, ...]) -> None:
     async with Redis.from_url(url, password=(secrets / "redis-password").read_text()) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             await client.execute_command(*command)
@@ -71,6 +71,6 @@ async def test_nobody_may_do_more(url: str, secrets: Path, command: tuple[str, .
             await stranger.get("kvrelay:prefix:a")
 
 
-def test_all_who_ask_it_have_its_password(composed: Composed) -> None:
-    asking = [one for name, one in composed.services.items() if name == "gateway" or name.startswith("worker-")]
-    assert all("redis-password" in one.secrets for one in asking)
+def test_services_that_use_redis_have_its_password(composed: Composed) -> None:
+    users = [one for name, one in composed.services.items() if name == "gateway" or name.startswith("worker-")]
+    assert all("redis-password" in one.secrets for one in users)

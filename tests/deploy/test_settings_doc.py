@@ -1,4 +1,4 @@
-"""docs/settings.md names every setting there is, with its default, and none that is not there."""
+"""docs/settings.md lists every setting with its default, and no others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rows() -> list[Row]:
 
 
 def fields(section: str) -> Mapping[str, FieldInfo]:
-    """At the top, those that are no section of their own, but for the ones that a section tells more of."""
+    """Return the settings of a section. At the top: those without a section."""
     if section != "At the top":
         return {key: field for key, field in SECTIONS[section].model_fields.items() if key not in ELSEWHERE}
     own = SECTIONS.keys() - {"tiers", "workers", "tenants"}
@@ -76,17 +76,17 @@ def fields(section: str) -> Mapping[str, FieldInfo]:
 BY_SECTION = {section: list(some) for section, some in groupby(rows(), lambda row: row.section)}
 
 
-def test_every_section_is_told_of() -> None:
+def test_every_section_is_documented() -> None:
     assert BY_SECTION.keys() == SECTIONS.keys() | {"At the top"}
 
 
 @pytest.mark.parametrize("section", BY_SECTION)
-def test_every_setting_is_told_of(section: str) -> None:
+def test_every_setting_is_documented(section: str) -> None:
     assert {row.key for row in BY_SECTION[section]} == set(fields(section))
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.section}-{row.key}")
-def test_a_default_that_is_told_is_the_default(row: Row) -> None:
+def test_documented_default_is_the_default(row: Row) -> None:
     field = fields(row.section)[row.key]
     if field.is_required():
         assert row.default == "required"

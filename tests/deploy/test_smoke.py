@@ -1,5 +1,4 @@
-"""What deploy/smoke.sh stands on: a world in which the compose file's paths and names are there, and this machine's as
-they were; and an end that takes all of it along. The whole takes two models' start; run it by hand: deploy/smoke.sh."""
+"""The parts of deploy/smoke.sh: its root file system, and its shutdown. Run the whole by hand: it starts two models."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import pytest
 
 from deploy.composed import REPOSITORY
 
-LOOK = """
+CHECK = """
 import os, socket, subprocess
 from pathlib import Path
 from deploy import composed, smoke
@@ -35,30 +34,30 @@ print("as the containers see it")
 """
 
 
-def test_the_world_of_the_smoke_test(require_tool: Callable[[str], str]) -> None:
+def test_root_has_the_containers_paths_and_names(require_tool: Callable[[str], str]) -> None:
     shown = sorted(os.listdir("/etc"))
     options = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     as_root = [] if os.getuid() == 0 else ["--map-root-user"]
-    command = [require_tool("unshare"), *as_root, *options, sys.executable, "-c", LOOK]
+    command = [require_tool("unshare"), *as_root, *options, sys.executable, "-c", CHECK]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("as the containers see it\n")
-    assert sorted(os.listdir("/etc")) == shown, "nothing of this machine is touched"
+    assert sorted(os.listdir("/etc")) == shown, "this machine is unchanged"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_who_ends_the_smoke_test_ends_its_services(
+def test_ending_the_smoke_test_ends_its_services(
     number: signal.Signals, require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
     require_tool("unshare")
-    service = tmp_path / "python"  # stands for what smoke.py starts: it does not end by itself
+    service = tmp_path / "python"  # in place of smoke.py: it does not exit by itself
     service.write_text("#!/bin/sh\nsleep 600 &\necho started\nwait\n")
     service.chmod(0o755)
     environment = os.environ | {"PYTHON": str(service)}
-    # A shell has what it starts in the background ignore SIGINT, and its children could not take it back.
+    # A shell's background jobs ignore SIGINT, and so would their children.
     command = ["env", "--default-signal=INT", str(REPOSITORY / "deploy" / "smoke.sh")]
     smoke = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with smoke:
         assert smoke.stdout is not None and smoke.stdout.readline() == b"started\n"
         smoke.send_signal(number)
-        assert smoke.stdout.read() == b"", "the pipe ends with the last process that holds it"
+        assert smoke.stdout.read() == b"", "the pipe closes with the last process that holds it"

@@ -1,7 +1,7 @@
-"""A file system as containers see it, for processes in a mount namespace: this machine's, with other things in places.
+"""A root file system as in the containers, for processes in their own mount namespace.
 
-Everything at the root is a link to the real thing below /real. Where something is put, the folders on the way to it
-become folders of links, so that /etc/hosts, say, is ours and the rest of /etc is as it was. Nothing real is written to.
+Every entry at the root is a link to the same entry below /real. Placing a file turns the folders above it into folders
+of links: /etc/hosts, for example, is replaced, and the rest of /etc stays. Nothing real is written to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def enter() -> None:
-    """Make the root of this process, and of those that it starts. Needs a mount namespace of its own."""
+    """Change the root of this process and its children. Needs its own mount namespace."""
     _mount("-t", "tmpfs", "none", ROOT)
     real = ROOT / REAL.name
     real.mkdir()
@@ -32,39 +32,39 @@ def enter() -> None:
     os.chdir(here)
 
 
-def put(target: Path, source: Path) -> None:
-    """`source` is found at `target`."""
-    _open_way(target.parent)
+def link(target: Path, source: Path) -> None:
+    """Link `target` to `source`."""
+    _unlink_parents(target.parent)
     target.unlink(missing_ok=True)
     target.symlink_to(source)
 
 
 def write(target: Path, text: str) -> None:
-    _open_way(target.parent)
+    _unlink_parents(target.parent)
     target.unlink(missing_ok=True)
     target.write_text(text, encoding="utf-8")
 
 
 def folder(target: Path) -> Path:
-    """A new, empty folder at `target`."""
-    _open_way(target.parent)
+    """Create an empty folder at `target`."""
+    _unlink_parents(target.parent)
     target.unlink(missing_ok=True)
     target.mkdir()
     return target
 
 
-def memory(target: Path, num_bytes: int) -> None:
-    """A file system in memory, of that size, over a folder that is there."""
+def mount_memory(target: Path, num_bytes: int) -> None:
+    """Mount a file system in memory over an existing folder."""
     _mount("-t", "tmpfs", "-o", f"size={num_bytes},mode=1777", "none", target)
 
 
 def loopback_up() -> None:
-    """A new network namespace has a loopback that is down."""
+    """Bring up the loopback of a new network namespace."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
-def _open_way(path: Path) -> None:
+def _unlink_parents(path: Path) -> None:
     for step in [*reversed(path.parents), path][1:]:
         if not step.is_symlink():
             step.mkdir(exist_ok=True)
