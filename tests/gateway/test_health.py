@@ -51,6 +51,12 @@ async def test_head_requests(stack: Stack) -> None:
     assert (await stack.http.head("/readyz")).status_code == 503
 
 
+async def test_other_methods_are_refused_naming_get(stack: Stack) -> None:
+    for path in ("/livez", "/readyz", "/health", "/metrics"):
+        refused = await stack.http.options(path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+
+
 async def test_health_calls_no_worker(stack: Stack) -> None:
     before = len(stack.small.calls) + len(stack.large.calls)
     for path in ("/livez", "/readyz", "/health", "/metrics"):

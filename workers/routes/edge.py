@@ -83,5 +83,5 @@ class WorkerEdge(Edge):
     def record(self, scope: Scope, status: int, took_ms: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(route, str(status)).inc()
-        if route not in UNLOGGED:
+        if route not in UNLOGGED and scope["path"] not in OPEN_PATHS:
             log.info("call", route=route, status=status, took_ms=took_ms)

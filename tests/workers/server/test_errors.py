@@ -127,6 +127,12 @@ async def test_lone_surrogate_is_a_400(served: ServedWorker) -> None:
     assert reply.status_code == 400 and error_of(reply)["param"] == "messages"
 
 
+@pytest.mark.parametrize("path", ROUTES)
+async def test_missing_body_is_an_invalid_request(served: ServedWorker, path: str) -> None:
+    error = error_of(await served.http.post(path))
+    assert (error["code"], error["param"], error["message"]) == ("invalid_request", None, "a JSON body is required")
+
+
 async def test_tokenizer_queue_is_bounded(folder: Path) -> None:
     async with serving(folder, max_running=1, max_queue=0) as served:
         replies = await asyncio.gather(*(served.http.post("/v1/tokenize", json={"prefix": "dog"}) for _ in range(3)))

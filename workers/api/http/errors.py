@@ -45,6 +45,9 @@ class InternalError(EdgeError):
     status, type, code = 500, "internal_error", "internal_error"
 
 
+NO_BODY = "a JSON body is required"
+
+
 def invalid_request(
     problems: Sequence[Mapping[str, Any]], known_fields: Iterable[str] = (), *, hide_private: bool
 ) -> InvalidRequest:
@@ -57,7 +60,7 @@ def invalid_request(
     if problem["type"] == "extra_forbidden" and len(location) == 1 and known_fields:
         return InvalidRequest(f"unknown field {field!r}; known: {', '.join(known_fields)}", param=field)
     if problem["type"] == "missing":
-        return InvalidRequest(f"{field}: this field is required", param=field)
+        return InvalidRequest(f"{field}: this field is required", param=field) if field else InvalidRequest(NO_BODY)
     if not field:
         return InvalidRequest(message)
     value = problem.get("input")

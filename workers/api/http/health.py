@@ -28,17 +28,17 @@ NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "descriptio
 router = APIRouter(tags=["health"], generate_unique_id_function=operation_id)
 
 
-@router.get("/livez", response_model=Health)
 @router.head("/livez", include_in_schema=False)
+@router.get("/livez", response_model=Health)  # registered first, so that a 405 allows it
 async def livez() -> Response:
     """200 while the process answers."""
     return json_reply({"status": "alive"})
 
 
-@router.get("/health", name="health", response_model=Health, responses=NOT_READY)
 @router.head("/health", include_in_schema=False)
-@router.get("/readyz", response_model=Health, responses=NOT_READY)
+@router.get("/health", name="health", response_model=Health, responses=NOT_READY)
 @router.head("/readyz", include_in_schema=False)
+@router.get("/readyz", response_model=Health, responses=NOT_READY)
 async def readyz(request: Request) -> Response:
     """200 while new requests are welcome; 503 while draining, or when no model is usable."""
     edge: Edge = request.app.state.edge
@@ -46,8 +46,8 @@ async def readyz(request: Request) -> Response:
     return json_reply(body, 200 if body["status"] == READY else 503)
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
 @router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", response_class=PlainTextResponse)
 async def render_metrics(request: Request) -> Response:
     """Prometheus metrics."""
     edge: Edge = request.app.state.edge
