@@ -1,16 +1,14 @@
-"""Whether a mapper that serves is as good as its gate asks: decided from what was compared last.
-
-The mapper bundles that a worker may use on what it receives: loaded and judged once, at start.
+"""The mapper bundles that a worker may use for handoffs into it: loaded and judged at start, and watched in service.
 
 A bundle is used only if it was fitted for exactly the worker's weights and tokenizer, and its evaluation passes the
-gate. One that does not is reported with the reason, in the log and in `/v1/info`, and stands in nobody's way.
+gate. Otherwise the log and `/v1/info` report the reason.
 
-What a bundle promises is looked at in service too: answers over its caches are compared with native ones, and when the
-last of them are below the same gate it is switched off, in the same way. After a rest it is on trial: what it would
-have made is compared, and nobody served from it, until the last of that is well within the gate.
+In service, answers over its caches are compared with native ones. If the last comparisons are below the same gate, the
+bundle is switched off. After a rest it is on trial: its caches are made and compared, but serve no request, until the
+last trials are well within the gate.
 
-    in use ──the last answers below the gate──► off ──rest──► on trial ──the last trials well within the gate──► in use
-                                                 └──────────────────── an operator says so ────────────────────────▲
+    in use ──last answers below the gate──► off ──rest──► on trial ──last trials well within the gate──► in use
+                                             └─────────────────── an operator resumes it ───────────────────▲
 """
 
 from __future__ import annotations
@@ -32,13 +30,15 @@ from workers.api.errors import BundleUnusable
 from workers.api.schemas import BundleInfo, ShadowInfo
 from workers.settings import GateSettings
 
+log = structlog.get_logger()
+
 RETURN_MARGIN = 0.2  # of what a gate allows
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one answer's tokens over a mapped and over a native cache: how many, on how many both expect the same next
-    one, and their KL divergences (native to mapped, nats) summed. `digest` names the text, prompt and all."""
+    """One answer's predictions over a mapped and over a native cache: number of tokens, of equal top-1 predictions, and
+    the sum of KL divergences (native to mapped, nats). `digest` names the text, prompt included."""
 
     num_tokens: int
     num_agreed: int
@@ -51,8 +51,8 @@ class Comparison:
 
 
 def stricter(gate: QualityGate) -> QualityGate:
-    """What a bundle that was switched off must reach to be used again: less than what its gate allows, so that one on
-    the edge does not go on and off."""
+    """Return the gate for using a bundle again. It is stricter, so that a bundle at the limit does not switch back and
+    forth."""
     allowed = 1 - RETURN_MARGIN
     return gate.model_copy(
         update={
@@ -63,7 +63,8 @@ def stricter(gate: QualityGate) -> QualityGate:
 
 
 class ComparisonWindow:
-    """The last `num_answers` comparisons of one bundle, against a gate; with `each_text_once`, the last of each."""
+    """The last `num_answers` comparisons of one bundle, against a gate. With `each_text_once`, only the last comparison
+    of each text counts."""
 
     def __init__(self, gate: QualityGate, num_answers: int, *, each_text_once: bool = False):
         self._gate = gate
@@ -76,35 +77,35 @@ class ComparisonWindow:
         return len(self._last) == self._size
 
     def emptied(self) -> ComparisonWindow:
-        """For what is compared from now on."""
+        """Return an empty window with the same gate and size."""
         return ComparisonWindow(self._gate, self._size)
 
     def for_trials(self) -> ComparisonWindow:
-        """For what is compared while the bundle is off. What is served counts as often as it is; nobody is served then,
-        and one prompt that is asked again and again says no more than once."""
+        """Return the window for trials. A served text counts as often as it is served; in trials, a prompt that is
+        repeated counts once."""
         return ComparisonWindow(stricter(self._gate), self._size, each_text_once=True)
 
     def add(self, comparison: Comparison) -> None:
         if self._each_text_once:
-            self._last = deque((one for one in self._last if one.digest != comparison.digest), self._size)
+            self._last = deque((other for other in self._last if other.digest != comparison.digest), self._size)
         self._last.append(comparison)
 
     @property
     def info(self) -> ShadowInfo | None:
-        """None until something was compared. To a text drawn from the native distributions, the mapped cache has a
-        perplexity so many times higher: e to the mean KL divergence."""
+        """The averages, None before the first comparison. The perplexity ratio is e to the mean KL divergence: that of
+        text drawn from the native distributions."""
         if not self._last:
             return None
-        num_tokens = sum(one.num_tokens for one in self._last)
+        num_tokens = sum(comparison.num_tokens for comparison in self._last)
         return ShadowInfo(
             num_answers=len(self._last),
-            top1=sum(one.num_agreed for one in self._last) / num_tokens,
-            ppl_ratio=math.exp(sum(one.kl_sum for one in self._last) / num_tokens),
+            top1=sum(comparison.num_agreed for comparison in self._last) / num_tokens,
+            ppl_ratio=math.exp(sum(comparison.kl_sum for comparison in self._last) / num_tokens),
         )
 
     @property
     def objection(self) -> str | None:
-        """What speaks against the bundle; nothing does until the window is full."""
+        """Why the bundle fails the gate; None if it passes, or the window is not full."""
         info = self.info
         if info is None or not self.is_full:
             return None
@@ -116,14 +117,13 @@ class ComparisonWindow:
         return None
 
 
-log = structlog.get_logger()
-
-
 @dataclass(frozen=True)
 class LoadedBundle:
-    """What a bundle says of itself, and its mapper if it could be loaded; it is used unless a `reason` says why not.
-    `window` holds what was found in service; where that switched it `off_at` (an instant of the clock), `trials` what
-    was found since."""
+    """A bundle's manifest, and its mapper if it could be loaded. A bundle with a `reason` is not used.
+
+    `window` holds the comparisons in service. If they switched the bundle off, `off_at` is that instant of the clock,
+    and `trials` holds the comparisons since then.
+    """
 
     manifest: Manifest
     mapper: Mapper | None = None
@@ -137,7 +137,7 @@ class LoadedBundle:
         return self.reason is None
 
     def resumed(self) -> LoadedBundle:
-        """In use again, and judged anew."""
+        """Return the bundle in use again, without earlier comparisons."""
         window = self.window.emptied() if self.window else None
         return replace(self, reason=None, window=window, trials=None, off_at=None)
 
@@ -157,35 +157,32 @@ class LoadedBundle:
 
 
 class Bundles:
-    """The bundles of one worker. One that was switched off in service is on trial `rest_s` later."""
+    """The bundles of one worker. A bundle switched off in service is on trial `rest_s` later."""
 
     def __init__(
         self,
-        judged: Iterable[LoadedBundle] = (),
+        bundles: Iterable[LoadedBundle] = (),
         *,
         rest_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._judged = {bundle.manifest.bundle_id: bundle for bundle in judged}
+        self._bundles = {bundle.manifest.bundle_id: bundle for bundle in bundles}
         self._rest_s = rest_s
         self._clock = clock
 
     def usable(self) -> list[Mapper]:
-        """Mappers into this worker's model that pass the gate."""
-        return [bundle.mapper for bundle in self._judged.values() if bundle.mapper is not None and bundle.is_usable]
+        """Return the mappers into this worker's model that pass the gate."""
+        return [bundle.mapper for bundle in self._bundles.values() if bundle.mapper is not None and bundle.is_usable]
 
     def on_trial(self) -> list[Mapper]:
-        """Mappers that were switched off in service, and have rested."""
+        """Return the mappers that were switched off in service and have rested."""
         return [
-            bundle.mapper
-            for bundle in self._judged.values()
-            if bundle.mapper is not None and self._has_rested(bundle)
+            bundle.mapper for bundle in self._bundles.values() if bundle.mapper is not None and self._has_rested(bundle)
         ]
 
-    def compared(self, bundle_id: str, comparison: Comparison) -> bool:
-        """What is expected over a cache of this bundle's was compared with what is over a native one. Whether that
-        switched the bundle off, or on again."""
-        bundle = self._judged[bundle_id]
+    def record(self, bundle_id: str, comparison: Comparison) -> bool:
+        """Add a comparison. Returns whether it switched the bundle off, or on again."""
+        bundle = self._bundles[bundle_id]
         if bundle.window is None:
             return False
         compared = bundle.trials or bundle.window
@@ -197,18 +194,18 @@ class Bundles:
             after = bundle.resumed()
         else:
             return False
-        self._change_to(after)
+        self._replace(after)
         return True
 
     def resume(self, bundle_id: str) -> BundleInfo:
-        """Uses a bundle again that was switched off in service, and judges it anew; one in use stays as it is. Raises
-        `BundleUnusable` for one that was refused at the start, or is none of this worker's."""
-        bundle = self._judged.get(bundle_id)
+        """Use a bundle again that was switched off in service; one in use is left as it is. Raises `BundleUnusable` for
+        an unknown bundle, or one refused at the start."""
+        bundle = self._bundles.get(bundle_id)
         if bundle is None:
-            raise BundleUnusable(f"unknown bundle {bundle_id!r}; known: {', '.join(self._judged) or 'none'}")
+            raise BundleUnusable(f"unknown bundle {bundle_id!r}; known: {', '.join(self._bundles) or 'none'}")
         if bundle.off_at is not None:
             bundle = bundle.resumed()
-            self._change_to(bundle)
+            self._replace(bundle)
         if not bundle.is_usable:
             raise BundleUnusable(f"{bundle_id} was refused at the start: {bundle.reason}")
         return bundle.info
@@ -216,21 +213,21 @@ class Bundles:
     def _has_rested(self, bundle: LoadedBundle) -> bool:
         return bundle.off_at is not None and bundle.off_at <= self._clock() - self._rest_s
 
-    def _change_to(self, bundle: LoadedBundle) -> None:
+    def _replace(self, bundle: LoadedBundle) -> None:
         name = bundle.manifest.bundle_id
-        self._judged[name] = bundle
+        self._bundles[name] = bundle
         log.warning("bundle_on" if bundle.is_usable else "bundle_off", bundle=name, reason=bundle.reason)
 
     @property
     def refusals(self) -> str:
-        """Which are refused, and why; for messages."""
-        refused = {name: bundle for name, bundle in self._judged.items() if not bundle.is_usable}
+        """The refused bundles and the reasons, for messages."""
+        refused = {name: bundle for name, bundle in self._bundles.items() if not bundle.is_usable}
         return "; ".join(f"{name}: {bundle.reason}" for name, bundle in refused.items())
 
     @property
     def infos(self) -> list[BundleInfo]:
         return [
-            bundle.info.model_copy(update={"on_trial": self._has_rested(bundle)}) for bundle in self._judged.values()
+            bundle.info.model_copy(update={"on_trial": self._has_rested(bundle)}) for bundle in self._bundles.values()
         ]
 
 
@@ -244,17 +241,19 @@ def load_bundles(
     shadow_window: int | None = None,
     rest_s: float = 0.0,
 ) -> Bundles:
-    """Load and judge. Raises `SettingsError` for a path that holds no bundle: that is a mistake in the settings.
-    In service, the last `shadow_window` answers that were compared decide whether one stays, and after `rest_s` whether
-    it comes back; without that number none is switched off."""
-    judged = [_judge(path, target_fingerprint, target_tokenizer, gate, device, shadow_window) for path in paths]
-    for bundle in judged:
-        tell = log.info if bundle.is_usable else log.warning
-        tell("bundle", bundle=bundle.manifest.bundle_id, usable=bundle.is_usable, reason=bundle.reason)
-    return Bundles(judged, rest_s=rest_s)
+    """Load and judge bundles. Raises `SettingsError` for a path without a bundle.
+
+    In service, the last `shadow_window` comparisons decide whether a bundle stays in use. Without that number none is
+    switched off. After `rest_s` a bundle is on trial.
+    """
+    bundles = [_load(path, target_fingerprint, target_tokenizer, gate, device, shadow_window) for path in paths]
+    for bundle in bundles:
+        level = log.info if bundle.is_usable else log.warning
+        level("bundle", bundle=bundle.manifest.bundle_id, usable=bundle.is_usable, reason=bundle.reason)
+    return Bundles(bundles, rest_s=rest_s)
 
 
-def _judge(
+def _load(
     path: str,
     target_fingerprint: str,
     tokenizer: str | None,

@@ -1,12 +1,12 @@
-"""What a cache's tokens are called: SHA-256 over token ids and the tenant's salt, the same in every process.
+"""Digests of a cache's tokens: SHA-256 over token ids and the tenant's salt, equal in every process.
 
     seed = H(domain, salt)
-    c_i  = H(c_{i-1}, number of tokens, tokens of chunk i)      chunks of CHAIN_TOKENS, the last may be shorter
+    c_i  = H(c_{i-1}, tokens of chunk i)      chunks of CHAIN_TOKENS, the last may be shorter; H is length-prefixed
 
-`token_digest` names the first n tokens of a sequence and is equal on two workers when tokens and salt are: its chunk
-length is fixed here and has nothing to do with any pool's block size. `block_chain` is a chain of its own over the full
-blocks of one pool. It keys that pool's prefix index and never leaves the worker; what the KV of those tokens is, beside
-the tokens, stands in its seed (`KVIdentity`): two caches that may not stand for each other share no key.
+`token_digest` names the first n tokens of a sequence. It is equal on two workers if tokens and salt are: its chunk
+length is fixed, and independent of any pool's block size. `block_chain` is another chain, over the full blocks of one
+pool. It keys that pool's prefix index and never leaves the worker. Its seed (`KVIdentity`) holds what else determines
+the KV, so that caches which must not be used for each other share no key.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from workers.api.errors import InvalidRequest
 from workers.api.schemas import KVLayout, Provenance
 
 CHAIN_TOKENS = 64
-_COMPARED_AT_ONCE = 256  # tokens: whole slices compare fast
+_SLICE_TOKENS = 256  # tokens compared at once: whole slices compare fast
 _TOKENS_DOMAIN = b"kvrelay/tokens/1"
 _BLOCKS_DOMAIN = b"kvrelay/blocks/2"
 
 
 def token_digest(token_ids: Sequence[int], salt: str) -> str:
-    """The digest of exactly these tokens under this tenant's salt, in hex."""
+    """Return the digest of exactly these tokens under this tenant's salt, in hex."""
     return _chain(_hash(_TOKENS_DOMAIN, salt.encode()), pack_tokens(token_ids), CHAIN_TOKENS)[-1].hex()
 
 
 def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return the length of the common prefix of two sequences."""
     limit = min(len(left), len(right))
-    for begin in range(0, limit, _COMPARED_AT_ONCE):
-        part = slice(begin, min(begin + _COMPARED_AT_ONCE, limit))
+    for begin in range(0, limit, _SLICE_TOKENS):
+        part = slice(begin, min(begin + _SLICE_TOKENS, limit))
         mine, theirs = tuple(left[part]), tuple(right[part])
         if mine != theirs:
             return begin + next(at for at, token in enumerate(mine) if token != theirs[at])
@@ -43,9 +43,8 @@ def common_prefix_len(left: Sequence[int], right: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class KVIdentity:
-    """What two caches of equal tokens must share to stand for each other: the tenant, the model's weights, how the KV
-    lies in memory, and who computed it. An adapter merged into the weights is part of their fingerprint; the engines
-    serve no other kind."""
+    """What two caches of equal tokens must share to be interchangeable: tenant, weights, KV layout and provenance. An
+    adapter is merged into the weights, and so part of their fingerprint."""
 
     salt: str = field(repr=False)
     fingerprint: str
@@ -61,15 +60,15 @@ class KVIdentity:
 
 
 def block_chain(token_ids: Sequence[int], identity: KVIdentity) -> list[bytes]:
-    """The cache keys of a sequence: one for each full block of the layout; key i stands for all tokens up to the end of
-    block i, and for the identity."""
+    """Return the cache keys of a sequence, one for each full block. Key i names the identity and all tokens up to the
+    end of block i."""
     packed, size = pack_tokens(token_ids), identity.layout.block_tokens
     full = len(packed) - len(packed) % (size * _TOKEN_BYTES)
     return _chain(identity.seed, packed[:full], size)[1:]
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as unsigned 32-bit integers, little-endian."""
+    """Encode token ids as unsigned 32-bit integers, little-endian. Raises `InvalidRequest`."""
     try:
         packed = array(_TYPECODE, token_ids)
     except (OverflowError, TypeError) as error:
@@ -81,7 +80,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def _chain(head: bytes, packed: bytes, chunk_tokens: int) -> list[bytes]:
-    """`head`, then the state after each chunk of `packed`."""
+    """Return `head` and the state after each chunk of `packed`."""
     states, step = [head], chunk_tokens * _TOKEN_BYTES
     for at in range(0, len(packed), step):
         chunk = packed[at : at + step]
@@ -90,7 +89,7 @@ def _chain(head: bytes, packed: bytes, chunk_tokens: int) -> list[bytes]:
 
 
 def _hash(*fields: bytes) -> bytes:
-    """SHA-256 over the fields, each led by its length, so that no two lists of fields read the same."""
+    """SHA-256 over the fields, each prefixed by its length, so that different lists of fields differ."""
     state = hashlib.sha256()
     for part in fields:
         state.update(len(part).to_bytes(8, "little"))

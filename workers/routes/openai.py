@@ -45,17 +45,17 @@ class Shape(ABC):
     def finish(self, reason: str) -> Body:
         return self._chunk(self._delta(None), None, reason)
 
-    def usage(self, answer: Generation) -> Body:
-        return self._body(self.chunk_object, []) | {"usage": _usage(answer)}
+    def usage(self, generation: Generation) -> Body:
+        return self._body(self.chunk_object, []) | {"usage": _usage(generation)}
 
-    def whole(self, text: str, tokens: Sequence[Token], answer: Generation, usage: KVUsage) -> Body:
+    def whole(self, text: str, tokens: Sequence[Token], generation: Generation, usage: KVUsage) -> Body:
         choice = self._whole_choice(text) | {
             "index": 0,
             "logprobs": self._logprobs_of(tokens) if self._logprobs else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": generation.finish_reason,
         }
         return self._body(self.whole_object, [choice]) | {
-            "usage": _usage(answer),
+            "usage": _usage(generation),
             "kv_transfer_params": usage.model_dump(),
         }
 
@@ -132,11 +132,11 @@ class CompletionShape(Shape):
         return at
 
 
-def _usage(answer: Generation) -> Body:
+def _usage(generation: Generation) -> Body:
     """OpenAI's usage; only exact prefix hits count as cached."""
     return {
-        "prompt_tokens": answer.num_prompt,
-        "completion_tokens": answer.num_written,
-        "total_tokens": answer.num_prompt + answer.num_written,
-        "prompt_tokens_details": {"cached_tokens": answer.reuse.cached_tokens},
+        "prompt_tokens": generation.num_prompt,
+        "completion_tokens": generation.num_generated,
+        "total_tokens": generation.num_prompt + generation.num_generated,
+        "prompt_tokens_details": {"cached_tokens": generation.reuse.cached_tokens},
     }

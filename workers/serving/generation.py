@@ -1,14 +1,12 @@
-"""One answer, from a prompt's tokens to the KV that is kept of it.
+"""One answer, from a prompt's tokens to the cache that is stored of it.
 
-    async with answerer.open(job) as answer:       1 the cache it names, or the longest exact prefix, is held
-                                                   2 a place among the running requests
-                                                   3 what stands in the pool is loaded, the rest is read
-        async for piece in answer.pieces():        4 tokens are written
-            ...
-        usage = await answer.settle()              5 everything read and written is kept, and told
-
-How well an answer's model agrees with itself: the next tokens it expects over the cache that served the answer,
-against those it writes after reading the same prompt in full."""
+async with generations.open(job) as generation:    1 hold the named cache, or the longest exact prefix
+                                                   2 wait for a slot among the running requests
+                                                   3 load what is in the pool, prefill the rest
+    async for chunk in generation.chunks():        4 decode
+        ...
+    usage = await generation.finish()              5 store the whole sequence and report
+"""
 
 from __future__ import annotations
 
@@ -35,20 +33,20 @@ from workers.serving.shadow import ServedAnswer, Shadow
 log = structlog.get_logger()
 
 QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
-CAPACITY_AHEAD = 256  # tokens of an answer that working memory has room for from the start
+CAPACITY_AHEAD = 256  # answer tokens for which working memory is allocated at the start
 
 
 @dataclass
 class JobProgress:
-    """How far an answer has come: `phase` is one of those above."""
+    """`phase` is one of those above."""
 
     phase: str = QUEUE
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`; `progress` is kept by who
-    answers."""
+    """What to answer, and how. `arrived` and `deadline` are instants of `time.monotonic()`. `progress` is updated while
+    the job runs."""
 
     prompt: PromptTokens
     sampling: Sampling
@@ -64,7 +62,7 @@ class GenerationJob:
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """Text that may be told, and the tokens told with it."""
+    """Text that can be sent, and its tokens."""
 
     text: str
     tokens: tuple[Token, ...]
@@ -74,47 +72,50 @@ class GenerationService:
     """Answers jobs with one engine, over one pool."""
 
     def __init__(
-        self, engine: Engine, pool: Pool, metrics: WorkerMetrics, uses: UsageCounts, shadow: Shadow, recalls: Recaller
+        self,
+        engine: Engine,
+        pool: Pool,
+        metrics: WorkerMetrics,
+        usage_counts: UsageCounts,
+        shadow: Shadow,
+        recaller: Recaller,
     ):
-        self.uses = uses
+        self.usage_counts = usage_counts
         self.shadow = shadow
         self.engine = engine
         self.pool = pool
         self.metrics = metrics
-        self.recalls = recalls
+        self.recaller = recaller
 
     @asynccontextmanager
     async def open(self, job: GenerationJob) -> AsyncIterator[Generation]:
-        """The prompt is read when the block is entered; leaving it frees everything, however it is left."""
-        token_ids = job.prompt.token_ids
+        """Prefill the prompt and yield the generation. Leaving the block, in whichever way, frees everything."""
+        token_ids, metrics = job.prompt.token_ids, self.metrics
         capacity = len(token_ids) + min(job.max_tokens, CAPACITY_AHEAD)
-        await self.recalls.for_prompt(token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline)
+        await self.recaller.for_prompt(token_ids, job.salt, job.params, priority=job.priority, deadline=job.deadline)
         with find_reuse(self.pool, token_ids, job.salt, job.params) as reuse:
             async with (
                 self.engine.admit(priority=job.priority, deadline=job.deadline) as claim,
                 self.engine.sequence(claim, capacity) as sequence,
             ):
-                job.progress.phase, began = PREFILL, time.monotonic()
+                job.progress.phase, started = PREFILL, time.monotonic()
                 reuse = await page_in(self.pool, sequence, token_ids, reuse)
-                prefill_s = time.monotonic() - began
-                self._count_prompt(len(token_ids), reuse, prefill_s)
+                prefill_s = time.monotonic() - started
+                metrics.prompt_tokens.inc(len(token_ids))
+                metrics.prefix_queries.inc(len(token_ids))
+                metrics.prefix_hits.inc(reuse.cached_tokens)
+                metrics.mapped_tokens.inc(reuse.mapped_tokens)
+                metrics.prefill.observe(prefill_s)
                 job.progress.phase = DECODE
                 yield Generation(self, job, reuse, claim, sequence, prefill_s)
 
-    def _count_prompt(self, num_tokens: int, reuse: Reuse, prefill_s: float) -> None:
-        self.metrics.prompt_tokens.inc(num_tokens)
-        self.metrics.prefix_queries.inc(num_tokens)
-        self.metrics.prefix_hits.inc(reuse.cached_tokens)
-        self.metrics.mapped_tokens.inc(reuse.mapped_tokens)
-        self.metrics.prefill.observe(prefill_s)
-
 
 class Generation:
-    """An answer in the making. Its prompt has been read."""
+    """An answer in progress. Its prompt has been prefilled."""
 
     def __init__(
         self,
-        answerer: GenerationService,
+        service: GenerationService,
         job: GenerationJob,
         reuse: Reuse,
         claim: Claim,
@@ -122,9 +123,9 @@ class Generation:
         prefill_s: float,
     ):
         self.job = job
-        self.num_written = 0
+        self.num_generated = 0
         self.finish_reason: Literal["stop", "length"] = "length"
-        self._answerer = answerer
+        self._service = service
         self._reuse = reuse
         self._claim = claim
         self._sequence = sequence
@@ -138,14 +139,14 @@ class Generation:
 
     @property
     def reuse(self) -> Reuse:
-        """What the prompt was read from, as far as the engine could load it by now."""
-        return self._reuse.cut(self._sequence.num_loaded)
+        """What the prompt was loaded from, as far as the engine could load it until now."""
+        return self._reuse.limited(self._sequence.num_loaded)
 
     @property
     def usage(self) -> KVUsage:
-        """What is known before anything is kept: where the prompt came from, and the times so far."""
+        """What is known before the sequence is stored: where the prompt came from, and the times so far."""
         return KVUsage(
-            epoch=self._answerer.pool.epoch,
+            epoch=self._service.pool.epoch,
             path=self.reuse.path,
             provenance=self.reuse.provenance,
             cached_tokens=self.reuse.cached_tokens,
@@ -156,66 +157,64 @@ class Generation:
             ttft_ms=self._ttft_s * 1e3,
         )
 
-    async def pieces(self) -> AsyncGenerator[GenerationChunk, None]:
-        """The answer as it is written, up to an end token, a stop string or `max_tokens`."""
-        engine = self._answerer.engine
+    async def chunks(self) -> AsyncGenerator[GenerationChunk, None]:
+        """Generate up to an end token, a stop string or `max_tokens`."""
+        engine = self._service.engine
         writer = TextWriter(engine.tokenizer, self.job.stops)
-        untold: list[Token] = []
+        pending: list[Token] = []
         async with aclosing(self._sequence.generate(self.job.sampling, self.job.max_tokens)) as tokens:
             async for token in tokens:
                 self._time_token()
                 if token.id in engine.model.eos_ids:
                     self.finish_reason = "stop"
                     break
-                untold.append(token)
+                pending.append(token)
                 if text := writer.push(token.id):
-                    yield GenerationChunk(text, tuple(untold))
-                    untold = []
+                    yield GenerationChunk(text, tuple(pending))
+                    pending = []
                 if writer.stopped:
                     self.finish_reason = "stop"
                     break
-        if (rest := writer.flush()) or untold:
-            yield GenerationChunk(rest, tuple(untold))
+        if (rest := writer.flush()) or pending:
+            yield GenerationChunk(rest, tuple(pending))
 
-    async def settle(self) -> KVUsage:
-        """Keep what was read and written, probe if asked to, and tell what the engine did."""
-        self._answerer.metrics.e2e.observe(time.monotonic() - self.job.arrived)
-        self._answerer.metrics.generation_tokens.inc(self.num_written)
-        self._answerer.metrics.answered(self.reuse.path)
+    async def finish(self) -> KVUsage:
+        """Store the sequence, run a requested agreement probe, and return the final usage."""
+        service, params = self._service, self.job.params
+        service.metrics.e2e.observe(time.monotonic() - self.job.arrived)
+        service.metrics.generation_tokens.inc(self.num_generated)
+        service.metrics.answered(self.reuse.path)
         usage = self.usage
-        entry = await self._keep()
-        self._note_for_shadow()
-        self._answerer.uses.note(self.reuse.hold.entry if self.reuse.hold else None, entry)
+        entry = await self._store()
+        if params.shadow and params.cache_id is not None and self.reuse.mapped_tokens:
+            tokens = tuple(self._sequence.token_ids)
+            service.shadow.add(ServedAnswer(params.cache_id, tokens, self.num_prompt, self.job.salt))
+        service.usage_counts.count(self.reuse.hold.entry if self.reuse.hold else None, entry)
         if entry:
-            usage = usage.model_copy(update=_told(entry))
+            stored = ("cache_id", "num_tokens", "digest", "expires_at", "provenance")
+            usage = usage.model_copy(update={name: getattr(entry, name) for name in stored})
         if agreement := await self._probe():
             usage = usage.model_copy(update=vars(agreement))
         return usage
 
-    def _note_for_shadow(self) -> None:
-        params = self.job.params
-        if params.shadow and params.cache_id is not None and self.reuse.mapped_tokens:
-            tokens = tuple(self._sequence.token_ids)
-            self._answerer.shadow.note(ServedAnswer(params.cache_id, tokens, self.num_prompt, self.job.salt))
-
     def _time_token(self) -> None:
-        now, metrics = time.monotonic(), self._answerer.metrics
-        if self.num_written:
+        now, metrics = time.monotonic(), self._service.metrics
+        if self.num_generated:
             metrics.inter_token.observe(now - self._last_token_at)
         else:
             self._ttft_s = now - self.job.arrived
             metrics.ttft.observe(self._ttft_s)
-        self.num_written += 1
+        self.num_generated += 1
         self._last_token_at = now
 
-    async def _keep(self) -> CacheEntry | None:
-        """The answer is worth more than its cache: when the pool has no room, or the time is over, it goes without."""
+    async def _store(self) -> CacheEntry | None:
+        """Store the sequence. The answer matters more: without room or time, it goes without a cache."""
         if not self.job.params.store:
             return None
         try:
             return await page_out(
-                self._answerer.engine,
-                self._answerer.pool,
+                self._service.engine,
+                self._service.pool,
                 self._claim,
                 self._sequence,
                 self.reuse,
@@ -223,40 +222,29 @@ class Generation:
                 ttl_s=self.job.params.ttl_s,
             )
         except KvrelayError as error:
-            self._answerer.metrics.not_stored.labels(error.code).inc()
-            log.warning("answer_not_kept", reason=error.code, num_tokens=self._sequence.num_tokens)
+            self._service.metrics.not_stored.labels(error.code).inc()
+            log.warning("answer_not_stored", reason=error.code, num_tokens=self._sequence.num_tokens)
             return None
 
     async def _probe(self) -> Agreement | None:
-        if not self.job.params.agreement_probe:
+        num_tokens = self.job.params.agreement_probe
+        if not num_tokens:
             return None
         try:
             return await probe_agreement(
-                self._answerer.engine,
-                self._claim,
-                self._sequence,
-                self.job.prompt.token_ids,
-                self.job.params.agreement_probe,
+                self._service.engine, self._claim, self._sequence, self.job.prompt.token_ids, num_tokens
             )
         except DeadlineExceeded:
-            return None  # the answer is there; only what was to be learnt of it is missing
+            return None  # the answer is complete without it
 
 
-def _told(entry: CacheEntry) -> dict[str, object]:
-    """What `KVUsage` says of the cache that was kept."""
-    return {
-        "cache_id": entry.cache_id,
-        "num_tokens": entry.num_tokens,
-        "digest": entry.digest,
-        "expires_at": entry.expires_at,
-        "provenance": entry.provenance,
-    }
+# -- agreement probe ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """`top1_agreement`: share of teacher-forced tokens on which both expect the same next one.
-    `full_prefill_ms`: the native reading, up to its first token."""
+    """`top1_agreement` is the share of teacher-forced tokens for which both caches predict the same next one.
+    `full_prefill_ms` is the time of the native prefill up to its first token."""
 
     top1_agreement: float
     full_prefill_ms: float
@@ -265,29 +253,22 @@ class Agreement:
 async def probe_agreement(
     engine: Engine, claim: Claim, served: TokenSequence, prompt: Sequence[int], num_tokens: int
 ) -> Agreement:
-    """Greedily continue the prompt natively by up to `num_tokens`, and teacher-force `served` with that.
+    """Compare predictions over the served cache with a native greedy continuation of up to `num_tokens` tokens.
 
-    `served` must begin with the prompt; it is cut back to it and then holds the probe's tokens.
+    `served` must begin with the prompt. It is truncated to it, and then holds the probe's tokens.
     """
     num_tokens = min(num_tokens, engine.model.max_model_len - len(prompt))
-    native, full_prefill_ms = await _native_continuation(engine, claim, prompt, num_tokens)
-    served.truncate(len(prompt) - 1)
-    expected = await served.predict([prompt[-1], *native[:-1]])
-    agreed = sum(mine == theirs for mine, theirs in zip(expected, native, strict=True))
-    return Agreement(agreed / len(native), full_prefill_ms)
-
-
-async def _native_continuation(
-    engine: Engine, claim: Claim, prompt: Sequence[int], num_tokens: int
-) -> tuple[list[int], float]:
-    written: list[int] = []
+    native: list[int] = []
     first_ms = 0.0
     async with engine.sequence(claim, len(prompt) + num_tokens) as sequence:
-        began = time.perf_counter()
+        started = time.perf_counter()
         await sequence.prefill(prompt)
         async for token in sequence.generate(Sampling(), num_tokens):
-            first_ms = first_ms or (time.perf_counter() - began) * 1e3
-            written.append(token.id)
+            first_ms = first_ms or (time.perf_counter() - started) * 1e3
+            native.append(token.id)
             if token.id in engine.model.eos_ids:
                 break
-    return written, first_ms
+    served.truncate(len(prompt) - 1)
+    predicted = await served.predict([prompt[-1], *native[:-1]])
+    num_equal = sum(ours == theirs for ours, theirs in zip(predicted, native, strict=True))
+    return Agreement(num_equal / len(native), first_ms)

@@ -1,10 +1,4 @@
-"""`WorkerRuntime`: the object graph of one worker process, from its settings.
-
-What the C library keeps of memory that was freed: given back to the system.
-
-Tensors of many sizes come and go on several threads, and glibc keeps the gaps between them: a worker's memory would
-creep up to many times what it uses, though nothing leaks.
-"""
+"""`WorkerRuntime`: the object graph of one worker process, built from its settings."""
 
 from __future__ import annotations
 
@@ -48,7 +42,7 @@ HEAP_S = 10.0
 
 
 class WorkerRuntime:
-    """Owns the engine, the pool and all that serves them. A context manager: leaving it frees everything."""
+    """Owns the engine, the pool and everything that serves them. A context manager that frees them at its end."""
 
     def __init__(
         self,
@@ -72,9 +66,11 @@ class WorkerRuntime:
         self.upgrader = Upgrader(engine, pool, self.metrics, settings.upgrade_idle_s or 0.0)
         self.transfers = Transfers(settings, engine, pool, bundles, self.metrics, connect, secret)
         self.shadow = Shadow(engine, pool, bundles, self.transfers, self.metrics, settings.shadow_idle_s)
-        self.recalls = Recaller(engine, pool, max_waiting=max_at_once)
-        self.answerer = GenerationService(engine, pool, self.metrics, self.upgrader.uses, self.shadow, self.recalls)
-        self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, self.recalls, max_jobs=max_at_once)
+        self.recaller = Recaller(engine, pool, max_waiting=max_at_once)
+        self.generations = GenerationService(
+            engine, pool, self.metrics, self.upgrader.usage_counts, self.shadow, self.recaller
+        )
+        self.prefiller = Prefiller(engine, pool, self.prompts, self.metrics, self.recaller, max_jobs=max_at_once)
         self.tickets = TicketIssuer(pool, engine.model.name, (lender.export,) if lender else ())
         self.metrics.watch(
             num_running=lambda: engine.admission.num_running,
@@ -82,7 +78,7 @@ class WorkerRuntime:
             kv_usage=lambda: pool.stats.used_blocks / pool.stats.num_blocks,
         )
         self.metrics.watch_pool(lambda: pool.stats)
-        self._chores: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> WorkerRuntime:
         try:
@@ -92,18 +88,18 @@ class WorkerRuntime:
             raise
         if self.lender is not None:
             self.lender.start()
-        self._chores.append(asyncio.create_task(self._sweep()))
-        self._chores.append(asyncio.create_task(trim_heap_forever(HEAP_S)))
-        self._chores.append(asyncio.create_task(self.shadow.run()))
+        self._background.append(asyncio.create_task(self._sweep()))
+        self._background.append(asyncio.create_task(trim_heap_forever(HEAP_S)))
+        self._background.append(asyncio.create_task(self.shadow.run()))
         if self.settings.upgrade_idle_s is not None:
-            self._chores.append(asyncio.create_task(self.upgrader.run()))
+            self._background.append(asyncio.create_task(self.upgrader.run()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for chore in self._chores:
-            await cancel_and_wait(chore)
+        for task in self._background:
+            await cancel_and_wait(task)
         await self.prefiller.aclose()
         await self.transfers.aclose()
         await self.engine.aclose()
@@ -136,12 +132,12 @@ class WorkerRuntime:
         )
 
     def check_model(self, name: str | None, param: str = "model") -> None:
-        """Raise `ModelNotFound` unless `name` is this worker's model (or no name was given)."""
+        """Raise `ModelNotFound` unless `name` is None or this worker's model."""
         if name not in (None, self.engine.model.name):
             raise ModelNotFound(f"unknown model {name!r}; this worker runs {self.engine.model.name!r}", param=param)
 
     async def _sweep(self) -> None:
-        """Free what has expired, and what dead peers still hold of our memory."""
+        """Free expired caches, and readers of dead peers' pools."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -154,8 +150,8 @@ class WorkerRuntime:
 def build_worker(
     settings: WorkerSettings, secret: str, *, connect: Callable[[str], WorkerClient] | None = None
 ) -> WorkerRuntime:
-    """Load the model and the bundles and take the pool's memory. Takes seconds. Raises `SettingsError`, and
-    `KvrelayError` where the pool does not fit. `connect` gives the client of a peer's URL."""
+    """Load the model and the bundles, and allocate the pool. Takes seconds. `connect` returns the client for a peer's
+    URL. Raises `SettingsError`, and `KvrelayError` if the pool does not fit."""
     engine = load_engine(settings)
     bundles = load_bundles(
         settings.bundles,
@@ -178,19 +174,14 @@ def build_worker(
     )
     with ExitStack() as on_failure:
         on_failure.callback(arena.close)
-        pool = _pool(settings, arena, engine.model.fingerprint)
+        fingerprint, tier_bytes = engine.model.fingerprint, settings.host_tier_bytes
+        pool = TieredPool(arena, fingerprint, tier_bytes=tier_bytes) if tier_bytes else Pool(arena, fingerprint)
         on_failure.callback(pool.close)
         lender = _lender(settings, arena, secret)
         on_failure.pop_all()
     return WorkerRuntime(
         settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret)), secret, lender
     )
-
-
-def _pool(settings: WorkerSettings, arena: Arena, fingerprint: str) -> Pool:
-    if not settings.host_tier_bytes:
-        return Pool(arena, fingerprint)
-    return TieredPool(arena, fingerprint, tier_bytes=settings.host_tier_bytes)
 
 
 def _lender(settings: WorkerSettings, arena: Arena, secret: str) -> Lender | None:
@@ -201,19 +192,23 @@ def _lender(settings: WorkerSettings, arena: Arena, secret: str) -> Lender | Non
         return Lender(arena, secret, host=tcp.host, port=tcp.port, advertised_host=tcp.address)
     except OSError as error:
         raise SettingsError(
-            f"worker {settings.id!r} cannot lend its blocks on {tcp.host}:{tcp.port}: {error.strerror or error}"
+            f"worker {settings.id!r} cannot listen on {tcp.host}:{tcp.port} to lend blocks: {error.strerror or error}"
         ) from error
 
 
 async def trim_heap_forever(every_s: float) -> None:
-    """Gives back what it can, again and again, for ever."""
+    """Return freed memory from the C library to the system, at this interval.
+
+    Tensors of many sizes come and go on several threads, and glibc keeps the gaps between them. Without this the
+    memory of a worker grows to many times what it uses, though nothing leaks.
+    """
     while True:
         await asyncio.sleep(every_s)
         await asyncio.to_thread(trim_heap)
 
 
 def trim_heap() -> bool:
-    """Whether anything was given back; never where the C library cannot. Takes milliseconds, on any thread."""
+    """Return whether memory was returned; always false without glibc. Takes milliseconds, on any thread."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):

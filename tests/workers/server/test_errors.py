@@ -46,7 +46,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
         ("chat/completions", {"stream_options": {}}, 400, "invalid_request", "stream_options", "stream: true"),
         ("chat/completions", {"tools": [{"type": "function"}]}, 400, "invalid_request", "tools", "large"),
         ("chat/completions", {"messages": [LONG]}, 400, "context_length_exceeded", "messages", "length is 1024"),
-        ("chat/completions", {"max_tokens": 2000}, 400, "context_length_exceeded", "max_tokens", "2000 to write"),
+        ("chat/completions", {"max_tokens": 2000}, 400, "context_length_exceeded", "max_tokens", "2000 answer tokens"),
         ("chat/completions", {"stable_messages": 2}, 400, "invalid_request", "stable_messages", "there are 1"),
         ("chat/completions", {"tenant_salt": "x"}, 400, "invalid_request", "tenant_salt", "pattern"),
         (
@@ -264,7 +264,7 @@ async def test_bug_is_a_500_without_details(served: ServedWorker) -> None:
     def fail(*args: object) -> None:
         raise ZeroDivisionError("a secret of the house")
 
-    served.worker.prompts.read_chat = fail  # type: ignore[assignment]
+    served.worker.prompts.encode_chat = fail  # type: ignore[assignment]
     transport = httpx.ASGITransport(served.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://w", headers={SECRET_HEADER: SECRET}) as http:
         reply = await http.post("/v1/chat/completions", json=CHAT)

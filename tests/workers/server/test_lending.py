@@ -114,7 +114,7 @@ async def test_recall_is_skipped_past_its_deadline_or_behind_a_full_queue(small:
 async def test_taken_tcp_port_is_reported_and_leaves_no_segment(small: ServedWorker, small_folder: Path) -> None:
     (_, tcp) = (await small.client.info()).exports
     port = int(tcp.address["port"])
-    with pytest.raises(SettingsError, match=f"cannot lend its blocks on 127.0.0.1:{port}: .*in use"):
+    with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port} to lend blocks: .*in use"):
         async with serving(small_folder, id="lending-2", tcp=TcpSettings(port=port)):
             pass
     assert not list(SHM.glob("*lending-2*"))

@@ -179,7 +179,7 @@ async def test_transfers_are_counted(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"source_worker": "http://127.0.0.1:1"}, InvalidRequest, "configured peers: small"),
+        ({"source_worker": "http://127.0.0.1:1"}, InvalidRequest, "known peers: small"),
         ({"target_model": "another"}, ModelNotFound, "another"),
         ({"source_model": "another"}, CacheMismatch, "another"),
         ({"mapper": "0" * 16}, BundleUnusable, "0000000000000000"),

@@ -171,7 +171,7 @@ async def test_missing_cache_is_not_replaced_by_another(served: ServedWorker) ->
 async def test_cache_without_common_first_token_is_rejected(served: ServedWorker) -> None:
     ids = [7, *served.prompt()[:40]]
     cache = await prefill(served, messages=None, stable_messages=None, token_ids=ids)
-    with pytest.raises(CacheMismatch, match="no first token in common"):
+    with pytest.raises(CacheMismatch, match="differ in their first token"):
         await served.chat(cache_id=cache.cache_id)
 
 

@@ -71,7 +71,7 @@ def replace_shadow(large: ServedWorker) -> Shadow:
     """Replace the worker's shadow by one with a short idle time."""
     worker = large.worker
     shadow = Shadow(worker.engine, worker.pool, worker.bundles, worker.transfers, worker.metrics, IDLE_S)
-    worker.answerer.shadow = shadow
+    worker.generations.shadow = shadow
     return shadow
 
 
@@ -174,7 +174,7 @@ def switch_off(large: ServedWorker) -> None:
     (info,) = bundles.infos
     for _ in range(WINDOW):
         assert bundles.usable()
-        large.worker.shadow.found(info.bundle_id, Comparison(10, 0, 90.0))
+        large.worker.shadow.record(info.bundle_id, Comparison(10, 0, 90.0))
     assert not bundles.usable()
 
 

@@ -120,7 +120,7 @@ async def test_one_trace_spans_gateway_and_workers(
 
 
 async def test_failed_call_is_marked_in_its_span(served: ServedWorker, exported: InMemorySpanExporter) -> None:
-    served.worker.prompts.read_chat = failing  # type: ignore[assignment]
+    served.worker.prompts.encode_chat = failing  # type: ignore[assignment]
     await served.http.post("/v1/chat/completions", json=chat_request().model_dump(exclude_none=True))
     (span,) = exported.get_finished_spans()
     assert (span.name, span.attributes, span.events) == ("decode", {"error.type": "ValueError"}, ())
@@ -154,7 +154,7 @@ def json_lines(output: str) -> list[dict[str, Any]]:
 async def test_bug_is_logged_by_location_without_its_message(
     served: ServedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served.worker.prompts.read_chat = failing  # type: ignore[assignment]
+    served.worker.prompts.encode_chat = failing  # type: ignore[assignment]
     body = chat_request().model_dump(exclude_none=True)
     with logging_as_a_worker():
         reply = await served.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine-2"})

@@ -55,9 +55,9 @@ def test_choose_hot_picks_most_used_with_room_and_time(
 
 def test_extended_cache_inherits_use_counts() -> None:
     uses = UsageCounts()
-    uses.note(mapped_entry("a", 8), mapped_entry("b", 16))
-    uses.note(mapped_entry("b", 16), mapped_entry("c", 24))
-    uses.note(None, mapped_entry("d", 8))
+    uses.count(mapped_entry("a", 8), mapped_entry("b", 16))
+    uses.count(mapped_entry("b", 16), mapped_entry("c", 24))
+    uses.count(None, mapped_entry("d", 8))
     assert uses.counts == {"a": 1, "b": 2, "c": 2}
 
 
@@ -87,7 +87,7 @@ def watched_upgrader(
     engine.compute.close()
     engine.compute = watched = WatchedCompute(on_background)
     upgrader = Upgrader(engine, large.worker.pool, large.worker.metrics, IDLE_S, **changes)
-    upgrader.uses = large.worker.upgrader.uses
+    upgrader.usage_counts = large.worker.upgrader.usage_counts
     return upgrader, watched
 
 
@@ -165,7 +165,7 @@ async def test_upgrade_ends_with_its_cache(
             pool.sweep(now=tip.expires_at)
 
     upgrader, watched = watched_upgrader(large, end)
-    with pytest.raises(CacheNotFound, match=f"{tip.cache_id} was deleted, replaced, or expired"):
+    with pytest.raises(CacheNotFound, match=f"{tip.cache_id} was deleted, replaced or expired"):
         await upgrader.upgrade_one()
     assert watched.num_background == ends_at  # only the step that had begun
     assert all(not entry.is_exact and entry is not tip for entry in pool.mapped_caches())
@@ -226,10 +226,10 @@ async def test_upgrade_gives_up_without_idle_time(pair: tuple[ServedWorker, Serv
             engine.admission.num_running += 1
             working.callback(lambda: setattr(engine.admission, "num_running", 0))
 
-    upgrader, watched = watched_upgrader(large, begin, patience_s=0.3)
+    upgrader, watched = watched_upgrader(large, begin, max_wait_s=0.3)
     with working:
         async with asyncio.timeout(5):
-            with pytest.raises(Overloaded, match="no idle time for 0.3 s while kvc-.* was read again"):
+            with pytest.raises(Overloaded, match="no idle time for 0.3 s to upgrade kvc-"):
                 await upgrader.upgrade_one()
     assert watched.num_background == 2 and len(pool.mapped_caches()) == 2
     assert pool.stats.used_blocks == num_used and pool.stats.num_indexed == 0

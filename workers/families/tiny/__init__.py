@@ -26,5 +26,5 @@ def family() -> Family:
     )
 
 
-def prepare(say: ReportProgress) -> None:
-    """Nothing to make: the folders are part of the package."""
+def prepare(report: ReportProgress) -> None:
+    """Do nothing: the folders are part of the package."""
