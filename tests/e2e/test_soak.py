@@ -16,7 +16,7 @@ from tests.e2e.test_up import ROOT
 def test_short_soak(tmp_path: Path) -> None:
     report, scratch = tmp_path / "report.json", tmp_path / "scratch"
     scratch.mkdir()
-    arguments = ["soak", "--minutes", "0.1", "--family", "tiny", "--seed", "1", "--json", str(report)]
+    arguments = ["soak", "--minutes", "0.05", "--family", "tiny", "--seed", "1", "--json", str(report)]
     ended = subprocess.run(
         [sys.executable, "-m", "tools.cli", *arguments],
         cwd=ROOT,
