@@ -132,16 +132,17 @@ async def test_mapped_cache_that_vllm_could_not_load_gives_an_exact_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its generations are stale: the report and the stored cache say that vLLM prefilled the tokens."""
-    cache_id, ids, place = await hand_over(small_transformers, large), large.prompt(), vars(PooledKV)["place"].fget
-    assert place is not None
+    cache_id, ids = await hand_over(small_transformers, large), large.prompt()
+    location = vars(PooledKV)["location"].fget
+    assert location is not None
     native = large.text(tiny.greedy(tiny.reference(folder), ids, NUM))
 
-    def stale_place(source: PooledKV) -> PoolLocation:
-        stale: PoolLocation = place(source)
+    def stale_location(source: PooledKV) -> PoolLocation:
+        stale: PoolLocation = location(source)
         return replace(stale, generations=tuple(generation + 2 for generation in stale.generations))
 
     with monkeypatch.context() as planted:
-        planted.setattr(PooledKV, "place", property(stale_place))
+        planted.setattr(PooledKV, "location", property(stale_location))
         reply = await large.chat(cache_id=cache_id, max_tokens=NUM)
     report = usage(reply)
     assert (report.path, report.provenance, report.mapped_tokens, report.cached_tokens) == ("prefill", "exact", 0, 0)

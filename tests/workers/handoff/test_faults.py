@@ -521,7 +521,7 @@ async def test_too_many_handoffs_raise_overloaded(pair: Pair) -> None:
         for n in (50, 60)
     ]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="2 pieces of work are under way") as raised:
+    with pytest.raises(Overloaded, match="2 jobs are running") as raised:
         await pair.handoffs.transfer(request(entry, num_tokens=70), peer=pair.local_peer)
     assert raised.value.retry_after_s is not None
     joined = pair.handoffs.transfer(request(entry, num_tokens=60), peer=pair.local_peer)

@@ -35,7 +35,7 @@ async def transfer_once_discovered(cache_id: str, large: ServedWorker) -> Transf
 
 def test_wildcard_host_requires_url(folder: Path) -> None:
     settings = tiny.settings_for(folder, host="0.0.0.0", discovery={"url": "redis://127.0.0.1"})
-    with pytest.raises(SettingsError, match=r"listens on 0\.0\.0\.0, .*every address .*; with discovery, set url"):
+    with pytest.raises(SettingsError, match=r"listens on 0\.0\.0\.0, .* every address .*; with discovery, set url"):
         serve(settings, SECRET)
 
 

@@ -68,7 +68,7 @@ def test_discovery_password_file_is_relative_to_the_config(tmp_path: Path) -> No
         ({"peers": {"x": "ftp://y"}}, "workers.small-0.peers.*ftp://y"),
         ({"peers": {"x": "http://y:99999"}}, "workers.small-0.peers.x.*invalid port number.*99999"),
         ({"max_queue": -1}, "workers.small-0.max_queue.*-1"),
-        ({"tcp": {"host": "0.0.0.0"}}, "workers.small-0.tcp.*'0.0.0.0' means every address .*set address"),
+        ({"tcp": {"host": "0.0.0.0"}}, "workers.small-0.tcp.*'0.0.0.0' means every address .*; set address"),
         ({"tcp": {"prot": 1}}, "workers.small-0.tcp.prot: Extra inputs"),
         ({"host_tier_bytes": -1}, "workers.small-0.host_tier_bytes.*-1"),
         ({"pool_bytes": "much"}, "workers.small-0.pool_bytes.*'much'"),
