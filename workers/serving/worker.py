@@ -180,7 +180,7 @@ def build_worker(
         lender = _lender(settings, arena, secret)
         on_failure.pop_all()
     return WorkerRuntime(
-        settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret)), secret, lender
+        settings, engine, pool, bundles, connect or (lambda url: WorkerClient(url, secret, fast=True)), secret, lender
     )
 
 
