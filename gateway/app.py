@@ -1,7 +1,7 @@
 """`create_app`: the gateway as an ASGI application.
 
-    uvicorn ─► EdgeMiddleware ─┬─► the endpoint of a POST with a body, directly
-                               └─► FastAPI: router, all other endpoints
+uvicorn ─► EdgeMiddleware ─┬─► the endpoint of a POST with a body, directly
+                           └─► FastAPI: router, all other endpoints
 """
 
 from __future__ import annotations

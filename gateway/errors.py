@@ -1,19 +1,19 @@
 """Errors that the gateway raises itself, and what a client sees of any error.
 
-    KvrelayError                (workers.api.errors, with all that workers raise)
-    ├── InvalidRequest           400  and its subclasses, shared with workers: ModelNotFound 404, RequestTooSlow 408,
-    │                                 RequestTooLarge 413
-    ├── EdgeError                     workers.api.http.errors: no such route, headers too large, client disconnected ...
-    ├── SettingsError                 workers.api.config: at startup; names the key and what is allowed
-    └── GatewayError
-        ├── AuthenticationFailed 401  no API key, or an unknown one
-        ├── PermissionDenied     403  the tenant may not use this model
-        ├── CacheUnknown         404  the tenant has no such cache
-        ├── NoMapper             409  no usable mapper for the transfer that a client asked for
-        ├── RateLimited          429  the tenant has too many requests in flight, or has used up its minute
-        ├── NoUsableWorker       503  every worker of the tier is down, or its circuit is open
-        ├── CircuitOpen          503  this worker's circuit is open
-        └── UpstreamError        502  a worker failed, and no fallback was left
+KvrelayError                (workers.api.errors, with all that workers raise)
+├── InvalidRequest           400  and its subclasses, shared with workers: ModelNotFound 404, RequestTooSlow 408,
+│                                 RequestTooLarge 413
+├── EdgeError                     workers.api.http.errors: no such route, headers too large, client disconnected ...
+├── SettingsError                 workers.api.config: at startup; names the key and what is allowed
+└── GatewayError
+    ├── AuthenticationFailed 401  no API key, or an unknown one
+    ├── PermissionDenied     403  the tenant may not use this model
+    ├── CacheUnknown         404  the tenant has no such cache
+    ├── NoMapper             409  no usable mapper for the transfer that a client asked for
+    ├── RateLimited          429  the tenant has too many requests in flight, or has used up its minute
+    ├── NoUsableWorker       503  every worker of the tier is down, or its circuit is open
+    ├── CircuitOpen          503  this worker's circuit is open
+    └── UpstreamError        502  a worker failed, and no fallback was left
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ class Metrics:
         self.cascade_confidence = spread(
             "cascade_confidence", "Scores that the policy gave the small model's answers", CONFIDENCE_BUCKETS
         )
-        self.full_prefill_fallback = count(
-            "full_prefill_fallback_total", "Fallbacks to a full prefill", "reason"
-        )
+        self.full_prefill_fallback = count("full_prefill_fallback_total", "Fallbacks to a full prefill", "reason")
         self.handoffs = count("handoffs_total", "Handoffs by result", "result")
         self.early_handoffs = count(
             "early_handoffs_total", "Handoffs started during judgement: used or dropped", "result"

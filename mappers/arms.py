@@ -1,13 +1,13 @@
 """The arms of an evaluation, what is served and its controls, and how they are scored on one document.
 
-    native          the target's own cache
-    mapped          mapped, with native head; continued from the last prefix token
-    hybrid          as served: mapped, with native head and tail
-    wrong_document  as hybrid, but mapped from another document
-    random_mapper   as hybrid, with random weights of the same magnitude
-    raw_source      as hybrid, with the source's keys and values unmapped, layers matched by depth
-    no_cache        head and tail only
-    source_alone    the source model with its own cache
+native          the target's own cache
+mapped          mapped, with native head; continued from the last prefix token
+hybrid          as served: mapped, with native head and tail
+wrong_document  as hybrid, but mapped from another document
+random_mapper   as hybrid, with random weights of the same magnitude
+raw_source      as hybrid, with the source's keys and values unmapped, layers matched by depth
+no_cache        head and tail only
+source_alone    the source model with its own cache
 """
 
 from __future__ import annotations
@@ -249,9 +249,7 @@ class Examiner:
             if is_wanted and cache is not None and cache.num_tokens >= cut:
                 yield arm.name, self._continue(prefix, self._with_native_head(caches.native, cache, cut), cut)
 
-    def _without_cache(
-        self, prefix: _Prefix, native: KVCache, source_hidden: Tensor
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _without_cache(self, prefix: _Prefix, native: KVCache, source_hidden: Tensor) -> Iterator[tuple[str, Tensor]]:
         if "no_cache" in self._arms and prefix.is_control:
             cut, head = prefix.cut(native_tail=True), self._protocol.head
             yield "no_cache", self._continue(prefix, native.slice(0, head) if head else None, cut)

@@ -1,6 +1,6 @@
 """Fits a mapper: both models prefill the same documents, then each target layer is solved in closed form.
 
-    documents ──collect──► statistics ──choose──► source layers and weights ──► bundle
+documents ──collect──► statistics ──choose──► source layers and weights ──► bundle
 """
 
 from __future__ import annotations

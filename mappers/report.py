@@ -72,10 +72,7 @@ def _charts(bundles: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore]) 
         layers["its worst head"] = [(row.layer, row.min) for row in bundles[0].evaluation.attention]
     lengths: dict[str, Points] = {
         each.name: [
-            (at.length, score.ppl_ratio)
-            for at in each.evaluation.lengths
-            for score in at.arms
-            if score.arm == "hybrid"
+            (at.length, score.ppl_ratio) for at in each.evaluation.lengths for score in at.arms if score.arm == "hybrid"
         ]
         for each in bundles
     }
@@ -84,9 +81,7 @@ def _charts(bundles: Sequence[EvaluatedBundle], diagnosis: Sequence[PartScore]) 
     }
     losses = [(SPANS[row.part][0], row.score.ppl_ratio) for row in diagnosis if row.by == "distance"]
     times: dict[str, Points] = {
-        each.name: [(each.speed.ms_per_1024, each.hybrid.ppl_ratio)]
-        for each in bundles
-        if each.speed and each.hybrid
+        each.name: [(each.speed.ms_per_1024, each.hybrid.ppl_ratio)] for each in bundles if each.speed and each.hybrid
     }
     ratio, cosine, distance = "ppl ratio, hybrid", "cosine of outputs", "tokens before the native tail"
     charts: list[tuple[str, dict[str, Points], str, str]] = [

@@ -1,11 +1,11 @@
 """What an operator needs of a running gateway, behind an admin key; without a configured key these routes are a 404.
 
-    GET  /admin/state                     generation, workers with their circuits
-    GET  /admin/usage                     requests and tokens by tenant, since this process started
-    POST /admin/reload                    load the configuration again
-    POST /admin/workers/{id}/drain        send the worker no new calls; those in flight finish
-    POST /admin/workers/{id}/resume       send it calls again
-    POST /admin/workers/{id}/bundles/{id}/resume   use a bundle again that was switched off in service
+GET  /admin/state                     generation, workers with their circuits
+GET  /admin/usage                     requests and tokens by tenant, since this process started
+POST /admin/reload                    load the configuration again
+POST /admin/workers/{id}/drain        send the worker no new calls; those in flight finish
+POST /admin/workers/{id}/resume       send it calls again
+POST /admin/workers/{id}/bundles/{id}/resume   use a bundle again that was switched off in service
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Evaluate a bundle on the fixed quality protocol, next to its controls; or compare several bundles.
 
-    kvrelay eval smol
-    kvrelay eval smol --diagnose
-    kvrelay eval bundles/mine --source SMALL --target LARGE --data talks.jsonl --write --html report.html
-    kvrelay eval bundles/ridge bundles/lowrank --family smol
+kvrelay eval smol
+kvrelay eval smol --diagnose
+kvrelay eval bundles/mine --source SMALL --target LARGE --data talks.jsonl --write --html report.html
+kvrelay eval bundles/ridge bundles/lowrank --family smol
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fit a mapper from one model's KV cache to another's, and write it as a bundle.
 
-    kvrelay fit smol --out bundles/smol
-    kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
+kvrelay fit smol --out bundles/smol
+kvrelay fit --source SMALL --target LARGE --data talks.jsonl --out bundles/mine
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def _fit(options: argparse.Namespace) -> None:
     plan = FitPlan.of(pair, settings)
     say(plan.summary(options.tokens))
     checkpoint = _checkpoint(out, options)
-    settings = replace(
-        settings, tokens=plan.num_tokens, data=f"{pair.corpus}, split calibrate", checkpoint=checkpoint
-    )
+    settings = replace(settings, tokens=plan.num_tokens, data=f"{pair.corpus}, split calibrate", checkpoint=checkpoint)
     # 2. Fit. An interrupt leaves the checkpoint.
     with resumable(checkpoint):
         mapper = fit(

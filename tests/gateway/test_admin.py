@@ -54,9 +54,7 @@ async def admin(stack: Stack, method: str, path: str) -> Any:
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
 @pytest.mark.parametrize("headers", [{}, key("default"), {"authorization": "Bearer "}])
-async def test_every_route_needs_the_admin_key(
-    stack: Stack, method: str, path: str, headers: dict[str, str]
-) -> None:
+async def test_every_route_needs_the_admin_key(stack: Stack, method: str, path: str, headers: dict[str, str]) -> None:
     refused = await stack.http.request(method, f"/admin/{path}", headers=headers)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
     assert not (await admin(stack, "GET", "state"))["workers"]["small-0"]["is_drained"]

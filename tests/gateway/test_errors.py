@@ -102,9 +102,7 @@ async def test_malformed_body_is_a_400(stack: Stack, raw: bytes, message: str) -
         ("frequency_penalty", False),
     ],
 )
-async def test_value_of_another_type_is_not_coerced(
-    stack: Stack, field: str, value: Any
-) -> None:
+async def test_value_of_another_type_is_not_coerced(stack: Stack, field: str, value: Any) -> None:
     reply = await stack.chat(**{field: value})
     assert (reply.status_code, error_of(reply)["param"]) == (400, field)
 

@@ -72,9 +72,10 @@ def test_a_changed_message_changes_all_later_hashes() -> None:
 
 
 def test_message_boundaries_change_the_hash() -> None:
-    assert hashes({"role": "user", "content": "ab"})[-1] != hashes(
-        {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
-    )[-1]
+    assert (
+        hashes({"role": "user", "content": "ab"})[-1]
+        != hashes({"role": "user", "content": "a"}, {"role": "user", "content": "b"})[-1]
+    )
 
 
 @pytest.mark.parametrize(

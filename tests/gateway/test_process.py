@@ -58,9 +58,7 @@ def command(config: Path, *more: str) -> list[str]:
 def gateway(config: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process and its URL, once it listens."""
     ready = config.with_name("ready.json")
-    process = subprocess.Popen(
-        command(config, "--ready-file", str(ready)), cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command(config, "--ready-file", str(ready)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         yield process, told_by(ready, process)["url"]
     finally:
@@ -209,9 +207,7 @@ def test_invalid_port_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", ["nowhere/ready.json", "."])
-def test_unwritable_ready_file_is_named(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_ready_file_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     ready = tmp_path / name
     assert main(["--config", str(configured(tmp_path)), "--port", "0", "--ready-file", str(ready)]) == 2
     assert f"--ready-file: cannot write {ready}; its folder must exist" in capsys.readouterr().err

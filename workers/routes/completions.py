@@ -1,6 +1,6 @@
 """`/v1/chat/completions` and `/v1/completions`, whole or as a stream.
 
-    request ─► job (prompt, limits, sampling) ─► answer ─► pieces, in the shapes of the OpenAI API
+request ─► job (prompt, limits, sampling) ─► answer ─► pieces, in the shapes of the OpenAI API
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ CANCEL_AGAIN_S = 20.0  # a library may mistake a cancellation for the end of a t
 class DisconnectWatch:
     """Listens for the client's disconnect; create it once the body has been read, and close it.
 
-        watch = DisconnectWatch(receive, on_disconnect)
-        with watch.guard():
-            answer = await work()      # cancelled on a disconnect; the block then raises ClientDisconnected
-        watch.close()
+    watch = DisconnectWatch(receive, on_disconnect)
+    with watch.guard():
+        answer = await work()      # cancelled on a disconnect; the block then raises ClientDisconnected
+    watch.close()
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], object]):

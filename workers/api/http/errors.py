@@ -1,12 +1,12 @@
 """Errors of the HTTP edge itself, and what a client reads of a body that does not validate.
 
-    KvrelayError                    (workers.api.errors)
-    └── EdgeError                   shown to the client unchanged
-        ├── NotFound           404  no such route, or no such thing
-        ├── MethodNotAllowed   405
-        ├── HeadersTooLarge    431
-        ├── ClientDisconnected 499  in logs and metrics only
-        └── InternalError      500  a bug; the log has its type and place
+KvrelayError                    (workers.api.errors)
+└── EdgeError                   shown to the client unchanged
+    ├── NotFound           404  no such route, or no such thing
+    ├── MethodNotAllowed   405
+    ├── HeadersTooLarge    431
+    ├── ClientDisconnected 499  in logs and metrics only
+    └── InternalError      500  a bug; the log has its type and place
 """
 
 from __future__ import annotations
